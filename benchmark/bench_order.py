@@ -46,10 +46,10 @@ from sglang_batch.planner.plan import best
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.planner.requests import Int32s, Int64s
 from sglang_batch.planner.simulator.simulator import Simulation, simulate
+from sglang_batch.prediction.synthetic_jobs import TRACES
 from sglang_batch.prediction.workloads.mix import (
     GRID_DENSITIES,
     GRID_SHARINGS,
-    TRACES,
     Workload,
     blend,
     combine,

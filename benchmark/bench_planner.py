@@ -27,7 +27,8 @@ from traces_simulated import TraceFigures, simulate_trace
 from worked_examples import tree_of, worked_examples
 
 from sglang_batch.planner.prefixes.prefix_groups import prefix_groups, token_saving
-from sglang_batch.prediction.workloads.mix import TRACES, industry
+from sglang_batch.prediction.synthetic_jobs import TRACES
+from sglang_batch.prediction.workloads.mix import industry
 
 Figures = list[Figure]
 GIB = 2**30

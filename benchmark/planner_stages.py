@@ -22,7 +22,8 @@ from sglang_batch.planner.ordering.order import OrderSettings
 from sglang_batch.planner.ordering.order_functions import make_order
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 from sglang_batch.planner.requests import Floats, PlanRequests
-from sglang_batch.prediction.workloads.mix import TRACES, blend, shared_prefix_groups
+from sglang_batch.prediction.synthetic_jobs import TRACES
+from sglang_batch.prediction.workloads.mix import blend, shared_prefix_groups
 
 # Llama-3.1-8B on an A100: 2 * 8e9 flop a token at 312 Tflop/s, 128 KiB of KV a token
 # at 2.039 TB/s. The papers' worked examples hold with exactly these.

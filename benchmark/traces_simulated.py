@@ -23,7 +23,8 @@ from sglang_batch.planner.requests import Int32s, Int64s, PlanRequests
 from sglang_batch.planner.sharding.partition import partition
 from sglang_batch.planner.sharding.shard import shard_jobs
 from sglang_batch.planner.simulator.simulator import Simulation, simulate
-from sglang_batch.prediction.workloads.mix import TRACES, Workload, blend
+from sglang_batch.prediction.synthetic_jobs import TRACES
+from sglang_batch.prediction.workloads.mix import Workload, blend
 
 # 60 GB for KV at 128 KiB a token, as in BlendServe 5.3.
 KV_CAPACITY_TOKENS = int(60e9 / 131_072)

@@ -22,8 +22,8 @@ from sglang_batch.planner.costs.tree_work import leaf_work
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.planner.requests import Floats, Int32s, Int64s
 from sglang_batch.planner.sharding.partition import partition, shared_within_shards
-from sglang_batch.prediction.workloads.mix import mix
-from sglang_batch.prediction.workloads.sources import Source
+from sglang_batch.prediction.workloads.mix import assemble, seeds_of
+from sglang_batch.prediction.workloads.sources import Source, draw_sample
 from sglang_batch.run.demo_model import SPECIAL_IDS
 
 ENGINES = (2, 4, 8, 16)
@@ -99,7 +99,12 @@ def _demo() -> _File:
 
 
 def _documents(lines: int) -> _File:
-    job = mix({DOCUMENTS: 3 * lines // 4, OTHERS: lines // 4}, 0, known=False)
+    counts = {DOCUMENTS: 3 * lines // 4, OTHERS: lines // 4}
+    name = "+".join(f"{source.name}:{count}" for source, count in counts.items())
+    seeds = seeds_of(0, name)
+    rng = np.random.default_rng(seeds)
+    samples = [draw_sample(source, count, rng) for source, count in counts.items()]
+    job = assemble(samples, name, seeds, known=False)
     lengths = job.output_len.astype(np.float64)
     return _File(job.requests.tokens, job.requests.offsets, lengths)
 

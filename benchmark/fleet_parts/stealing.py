@@ -166,7 +166,7 @@ class _Job:
                     instruction_len=INSTRUCTION,
                 )
             )
-        workload = assemble(samples, "stealing", seeds, shuffle=True, known=False)
+        workload = assemble(samples, "stealing", seeds, known=False)
         tree = build_prefix_tree(workload.requests.tokens, workload.requests.offsets)
         position = np.empty_like(tree.order)
         position[tree.order] = np.arange(len(workload))

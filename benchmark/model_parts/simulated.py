@@ -18,7 +18,8 @@ from sglang_batch.planner.machine_model import EngineLimits, Machine, second_poo
 from sglang_batch.planner.ordering.order import OrderSettings
 from sglang_batch.planner.plan import Candidates
 from sglang_batch.prediction.models import MODELS
-from sglang_batch.prediction.workloads.mix import TRACES, blend
+from sglang_batch.prediction.synthetic_jobs import TRACES
+from sglang_batch.prediction.workloads.mix import blend
 
 from .jobs import checkpoint
 

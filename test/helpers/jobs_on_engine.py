@@ -248,10 +248,17 @@ def by_every_policy(loop: Any, engine: Any) -> dict[str, Any]:
         found[policy] = {
             "sent": recorder.sent,
             "ok": sum(output.ok for output in answers.values()),
-            "plan": shard and shard.numbers[shard.plan.order].tolist(),
+            "plan": shard and _taken(shard),
             "chosen": shard and shard.plan.policy,
         }
     return found
+
+
+def _taken(shard: ShardPlan) -> list[int]:
+    """Numbers of the requests of a shard in its order."""
+    numbers = shard.numbers[shard.plan.scan.requests]
+    taken: list[int] = [*numbers.tolist(), *shard.too_large.tolist()]
+    return taken
 
 
 def gathered(loop: Any, manager: Any) -> list[dict[str, Any]]:

@@ -11,10 +11,13 @@ import numpy as np
 from builders import Answers, make_machine, make_request, run
 from fake_engine import FakeEngine
 
-from sglang_batch.config import OfflineBatchConfig
+from sglang_batch.config import AUTO, OfflineBatchConfig
 from sglang_batch.job.job import Job
 from sglang_batch.job.job_planner import JobPlanner
-from sglang_batch.planner.requests import LEFT, RIGHT, UNKNOWN, PlanRequests
+from sglang_batch.planner.machine_model import Machine
+from sglang_batch.planner.ordering.order import OrderSettings
+from sglang_batch.planner.plan import Candidates, best, orders_for
+from sglang_batch.planner.requests import LEFT, RIGHT, UNKNOWN, Int64s, PlanRequests
 from sglang_batch.request import BatchRequestInput, RequestOutput
 from sglang_batch.scheduling.job_plan import JobPlan
 
@@ -136,6 +139,17 @@ def plan_requests(requests: Sequence[BatchRequestInput]) -> PlanRequests:
         np.array(most, np.int32),
         np.array(known, np.int32),
     )
+
+
+def sent_order(
+    requests: Sequence[BatchRequestInput], machine: Machine, policy: str
+) -> Int64s:
+    """Numbers of the requests in the order in which they enter the engine."""
+    job = Candidates(plan_requests(requests), machine, OrderSettings())
+    if policy == AUTO:
+        orders = orders_for(machine)
+        policy = best({name: job.run(name).simulation for name in orders})
+    return job.run(policy).sent
 
 
 def planner_of(

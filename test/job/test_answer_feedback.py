@@ -14,15 +14,14 @@ from dispatcher_jobs import (
     Engine,
     everything,
     make_job,
-    plan_requests,
     planner_of,
     prompts_of,
+    sent_order,
     unknown,
     until_planned,
 )
 
 from sglang_batch.job.answer_feedback import MAX_REPLANS, AnswerFeedback
-from sglang_batch.planner.plan import make_plan
 from sglang_batch.request import BatchRequestInput
 
 pytestmark = pytest.mark.usefixtures("compiled", "one_stretch")
@@ -40,7 +39,7 @@ async def run_answering_first(
     the plan is there: plans are made in threads, which take their time.
     """
     sample = planner_of(requests, policy).sample
-    order = make_plan(plan_requests(requests), engine.machine, policy).order
+    order = sent_order(requests, engine.machine, policy)
     first = [*sample, *order[~np.isin(order, sample)]]
     engine.hold(everything(requests))
     job = make_job(engine, Answers(), requests, policy=policy, max_inflight=4)
@@ -86,7 +85,7 @@ def test_one_plan_is_made_at_a_time() -> None:
     requests = unknown(600)
     engine = Engine()
     engine.slow[1] = asyncio.Event()
-    order = make_plan(plan_requests(requests), engine.machine, "dfs").order
+    order = sent_order(requests, engine.machine, "dfs")
     engine.hold(f"r{number}" for number in order[-4:])
 
     async def scenario() -> None:
@@ -244,7 +243,7 @@ def test_requests_that_wait_in_the_engine_say_nothing() -> None:
     requests = unknown(300)
     engine = Reordering(default_max_inflight=300)
     engine.hold(everything(requests))
-    order = make_plan(plan_requests(requests), engine.machine, "dfs").order
+    order = sent_order(requests, engine.machine, "dfs")
     started = order[-64:]
 
     async def scenario() -> None:

@@ -14,8 +14,8 @@ from dispatcher_jobs import (
     everything,
     make_job,
     number_of,
-    plan_requests,
     run_job,
+    sent_order,
     settle,
     two_kinds,
     unknown,
@@ -26,7 +26,6 @@ from hypothesis import strategies as st
 
 from sglang_batch.config import POLICIES
 from sglang_batch.job.replicas import SendQueue, divide_window
-from sglang_batch.planner.plan import make_plan
 from sglang_batch.planner.requests import LEFT, RIGHT
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -143,9 +142,8 @@ def test_the_stock_scheduler_gets_the_order_of_a_simulated_run() -> None:
     engine = Engine()
     run_job(engine, requests, scheduler="stock", max_inflight=4)
     assert engine.openings[0][0].density is None
-    planned = plan_requests(requests)
-    expected = make_plan(planned, engine.machine, DUAL)
-    assert [number_of(each) for each in engine.executed] == expected.order.tolist()
+    expected = sent_order(requests, engine.machine, DUAL).tolist()
+    assert [number_of(each) for each in engine.executed] == expected
 
 
 # Whatever happens ---------------------------------------------------------------

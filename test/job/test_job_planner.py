@@ -14,7 +14,7 @@ from sglang_batch.job.job_planner import JobPlanner
 from sglang_batch.job.job_shards import JobProgress, ShardPlan
 from sglang_batch.planner.ordering.order import OrderSettings
 from sglang_batch.planner.output_lengths.estimates import Observed
-from sglang_batch.planner.plan import make_plan
+from sglang_batch.planner.plan import Candidates, best, orders_for
 from sglang_batch.planner.sharding.speeds import ShardSpeeds
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -36,16 +36,17 @@ def test_a_job_is_planned_as_the_planner_does(
     (found,) = planner.plans()
     # Without answers, auto takes what is good for other lengths, too.
     is_guess = policy == "auto" and kind is unknown and not observed
-    expected = make_plan(
-        plan_requests(requests),
-        make_machine(),
-        found.plan.policy if is_guess else policy,
-        settings=OrderSettings(seed=0),
-        observed=answers,
+    machine = make_machine()
+    expected = Candidates(
+        plan_requests(requests), machine, OrderSettings(), observed=answers
     )
-    assert found.plan.policy == expected.policy
-    assert np.array_equal(found.plan.scan.requests, expected.scan.requests)
-    assert found.plan.scan.num_left == expected.scan.num_left
+    if policy == "auto":
+        runs = {name: expected.run(name).simulation for name in orders_for(machine)}
+        policy = found.plan.policy if is_guess else best(runs)
+    order = expected.order(policy)
+    assert found.plan.policy == policy
+    assert np.array_equal(found.plan.scan.requests, order.requests)
+    assert found.plan.scan.num_left == order.num_left
     assert np.array_equal(
         found.plan.estimates.est_output_len, expected.estimates.est_output_len
     )
@@ -109,8 +110,9 @@ def planner_for(of: ShardSpeeds, num_too_large: int = 0) -> JobPlanner:
 def replica_of(plans: list[ShardPlan], num_requests: int) -> np.ndarray:
     found = np.full(num_requests, -1, np.int32)
     for replica, plan in enumerate(plans):
-        assert (found[plan.numbers] == -1).all(), "each is in one plan"
-        found[plan.numbers] = replica
+        numbers = np.concatenate([plan.numbers, plan.too_large])
+        assert (found[numbers] == -1).all(), "each is in one plan"
+        found[numbers] = replica
     assert (found >= 0).all()
     return found
 

@@ -14,9 +14,9 @@ from dispatcher_jobs import (
     everything,
     make_job,
     number_of,
-    plan_requests,
     planner_of,
     run_job,
+    sent_order,
     settle,
     two_kinds,
     unknown,
@@ -26,7 +26,6 @@ from dispatcher_jobs import (
 from sglang_batch.config import POLICIES
 from sglang_batch.job import rendering
 from sglang_batch.job.engine import PreparedRequest
-from sglang_batch.planner.plan import make_plan
 from sglang_batch.planner.requests import LEFT
 from sglang_batch.request import BatchRequestInput, RequestOutput
 
@@ -77,8 +76,8 @@ def test_orders_that_do_not_look_at_lengths_have_no_sample(policy: str) -> None:
     engine = Engine()
     run_job(engine, requests, policy=policy, max_inflight=1)
     assert planner_of(requests, policy).sample.tolist() == []
-    plan = make_plan(plan_requests(requests), engine.machine, policy)
-    assert [number_of(each) for each in engine.executed] == plan.order.tolist()
+    expected = sent_order(requests, engine.machine, policy).tolist()
+    assert [number_of(each) for each in engine.executed] == expected
 
 
 def test_unsent_requests_follow_the_new_plan() -> None:

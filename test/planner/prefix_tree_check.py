@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import numpy as np
 
 from sglang_batch.planner.compiled import jit
@@ -145,3 +148,11 @@ def _broken_text(
         elif own_b == 0 and a > b:
             return 3, leaf
     return -1, -1
+
+
+def shared_with_previous(tree: PrefixTree, leaves: Sequence[int]) -> list[int]:
+    """Tokens that each leaf of a sequence shares with the one before it."""
+    shared = [
+        int(tree.lcp[min(a, b) + 1 : max(a, b) + 1].min()) for a, b in pairwise(leaves)
+    ]
+    return [0, *shared][: len(leaves)]

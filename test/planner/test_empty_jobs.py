@@ -15,7 +15,7 @@ from sglang_batch.job.job_shards import JobProgress
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.machine_model import EngineLimits, Machine
 from sglang_batch.planner.ordering.order import OrderSettings
-from sglang_batch.planner.plan import make_plan
+from sglang_batch.planner.plan import Candidates
 from sglang_batch.planner.prefixes.bucket_splitters import (
     buckets_of,
     choose_splitters,
@@ -71,13 +71,13 @@ def test_a_job_of_nothing_is_planned_and_observed(
             planner.observe(numbers, lengths)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ORDERS)
 @pytest.mark.parametrize("job", JOBS)
-def test_a_plan_of_nothing(job: str, policy: str) -> None:
+def test_an_order_of_nothing(job: str, policy: str) -> None:
     requests = requests_of(JOBS[job])
-    plan = make_plan(requests, machine(), policy, settings=OrderSettings(seed=0))
-    assert sorted(plan.order.tolist()) == list(range(len(requests)))
-    assert len(plan.too_large) == len(requests)
+    found = Candidates(requests, machine(), OrderSettings())
+    assert len(found.too_large) == len(requests)
+    assert not len(found.run(policy).sent)
 
 
 def test_a_forecast_of_nothing() -> None:
@@ -96,6 +96,8 @@ def test_a_forecast_of_nothing() -> None:
 def test_buckets_of_nothing(num_buckets: int) -> None:
     empty = requests_of([])
     assert not len(sample_numbers(0, num_buckets, 0))
-    splitters = choose_splitters(empty.tokens, empty.offsets, 0, num_buckets)
+    splitters = choose_splitters(
+        empty.tokens, empty.offsets, 0, num_buckets, max_repeated=1.0
+    )
     assert splitters.num_buckets == 1
     assert not len(buckets_of(empty.tokens, empty.offsets, splitters))

@@ -129,22 +129,3 @@ def test_figures_must_be_positive_numbers(value: float) -> None:
         hardware("h200", compute_flops=value)
     with pytest.raises(ConfigError, match="fp8_flops="):
         HardwareSpec("mine", 1e12, 1e9, GIB, fp8_flops=value)
-
-
-def test_scaled_multiplies_every_figure() -> None:
-    h200 = hardware("h200")
-    four = h200.scaled(4)
-    assert four.name == "4x h200-sxm"
-    assert four.compute_flops == 4 * h200.compute_flops
-    assert four.bandwidth_bytes_per_s == 4 * h200.bandwidth_bytes_per_s
-    assert four.memory_bytes == 4 * h200.memory_bytes
-    assert four.fp8_flops is not None and h200.fp8_flops is not None
-    assert four.fp8_flops == 4 * h200.fp8_flops
-    assert hardware("a100").scaled(2).fp8_flops is None
-    assert h200.scaled(1) is h200
-
-
-@pytest.mark.parametrize("tp", [0, -2, 1.5, True])
-def test_scaled_takes_whole_numbers(tp: int) -> None:
-    with pytest.raises(ConfigError, match="tp="):
-        hardware("h200").scaled(tp)

@@ -20,6 +20,7 @@ from plan_jobs import (
     prefixes,
     repeated,
 )
+from prefix_tree_check import shared_with_previous
 
 from sglang_batch.config import ORDERS, POLICIES
 from sglang_batch.errors import ConfigError
@@ -76,9 +77,7 @@ def order_of(
 def shared_in(prompts: Sequence[Prompt], requests: Sequence[int]) -> int:
     """Tokens that each prompt shares with the one before it."""
     tree = build_prefix_tree(*vars_of(prompts))
-    position = np.empty_like(tree.order)
-    position[tree.order] = np.arange(len(prompts))
-    return int(tree.shared_with_previous(position[list(requests)]).sum())
+    return sum(shared_with_previous(tree, tree.position[list(requests)].tolist()))
 
 
 def vars_of(prompts: Sequence[Prompt]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
@@ -381,15 +380,6 @@ def test_an_empty_answer_leaves_the_others_where_they_are() -> None:
 
 
 # --- Orders of an order.
-
-
-def test_renumbered() -> None:
-    order = Order(np.array([2, 0, 1]), np.array([3.0, 2.0, 1.0]), 2, 7)
-    named = order.renumbered(np.array([10, 20, 40]))
-    assert named.requests.tolist() == [40, 10, 20]
-    assert (named.num_left, named.repeated_tokens) == (2, 7)
-    assert named.density is not None
-    assert named.density.tolist() == [3.0, 2.0, 1.0]
 
 
 def test_beginning_with_a_sample() -> None:

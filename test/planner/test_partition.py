@@ -10,7 +10,7 @@ import pytest
 from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefix_tree_check import check_prefix_tree
+from prefix_tree_check import check_prefix_tree, shared_with_previous
 from sharding_jobs import mixed_job
 
 from sglang_batch.errors import ConfigError
@@ -432,7 +432,7 @@ def test_what_leaves_share_in_their_shards(
     expected = np.zeros(n, np.int32)
     for s in range(num_shards):
         leaves = np.flatnonzero(shard == s)
-        expected[leaves] = tree.shared_with_previous(leaves)
+        expected[leaves] = shared_with_previous(tree, leaves.tolist())
     found = shared_within_shards(tree.lcp, shard, num_shards)
     np.testing.assert_array_equal(found, expected)
 

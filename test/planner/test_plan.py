@@ -1,4 +1,4 @@
-"""Plans: requests that fit, simulated and chosen policies, and the order sent."""
+"""Candidates: requests that fit, simulated and chosen policies, and the order sent."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from plan_jobs import EDGE_PROMPTS, Prompt, make_requests
 from sim_jobs import costs, prompt_lists
 
-from sglang_batch.config import DENSE_ORDERS, ORDERS, PAGED_ORDERS, POLICIES
+from sglang_batch.config import DENSE_ORDERS, ORDERS, PAGED_ORDERS
 from sglang_batch.errors import ConfigError
+from sglang_batch.planner.costs.bounds import Bounds, lower_bounds
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.machine_model import EngineLimits, Machine
 from sglang_batch.planner.ordering.order import OrderSettings
 from sglang_batch.planner.output_lengths.estimates import Observed
-from sglang_batch.planner.plan import Plan, best, make_plan
+from sglang_batch.planner.plan import Candidates, best, orders_for
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 from sglang_batch.planner.simulator.simulator import Simulation
 
@@ -38,33 +39,37 @@ def observed(answers: dict[int, int]) -> Observed:
     )
 
 
-def assert_is_whole(plan: Plan, requests: PlanRequests) -> None:
-    n = len(requests)
-    assert plan.order.dtype == np.int64
-    assert sorted(plan.order.tolist()) == list(range(n))
-    num_large = len(plan.too_large)
-    assert plan.order[n - num_large :].tolist() == plan.too_large.tolist()
-    fits = [i for i in range(n) if i not in plan.too_large]
-    assert plan.fits.tolist() == fits
-    assert sorted(plan.scan.requests.tolist()) == fits
-    assert plan.tree.num_requests == len(plan.output_len) == len(fits)
-    for moment in (plan.estimates.est_output_len, plan.estimates.est_output_len_sq):
-        assert moment.shape == (len(fits),)
+def candidates(
+    requests: PlanRequests, machine: Machine, seed: int = 0, **answers: Any
+) -> Candidates:
+    return Candidates(requests, machine, OrderSettings(seed), **answers)
+
+
+def bounds_of(job: Candidates) -> Bounds:
+    cost, limits = job.machine.cost, job.machine.limits
+    capacity = limits.kv_capacity_tokens
+    return lower_bounds(job.tree, cost, job.output_len, capacity, as_sglang=False)
+
+
+def assert_is_whole(job: Candidates, policy: str, requests: PlanRequests) -> None:
+    n, num_fits = len(requests), len(job.fits)
+    assert sorted([*job.fits, *job.too_large]) == list(range(n))
+    run = job.run(policy)
+    assert run.sent.dtype == np.int64
+    for order in (run.sent, run.order.requests):
+        assert sorted(order.tolist()) == list(range(num_fits))
+    assert job.tree.num_requests == len(job.output_len) == num_fits
+    for moment in (job.estimates.est_output_len, job.estimates.est_output_len_sq):
+        assert moment.shape == (num_fits,)
         assert np.all(np.isfinite(moment))
-    if plan.scan.lengths is not None:
-        assert plan.policy in plan.predicted
-    elif plan.scan.density is None:
-        assert plan.order[: len(fits)].tolist() == plan.scan.requests.tolist()
-    elif plan.scan.density is not None:
-        assert plan.scan.density.shape == (len(fits),)
-        assert not np.any(np.isnan(plan.scan.density))
-        assert 0 <= plan.scan.num_left <= len(fits)
-        run = plan.predicted["dual-scan"]
-        sent = plan.fits[run.admission_order]
-        assert plan.order[: len(fits)].tolist() == sent.tolist()
-    for run in plan.predicted.values():
-        assert np.isfinite(run.seconds)
-        assert run.output_tokens == plan.output_len.sum()
+    if run.order.is_dynamic:
+        assert run.sent.tolist() == run.simulation.admission_order.tolist()
+    if run.order.density is not None:
+        assert run.order.density.shape == (num_fits,)
+        assert not np.any(np.isnan(run.order.density))
+        assert 0 <= run.order.num_left <= num_fits
+    assert np.isfinite(run.simulation.seconds)
+    assert run.simulation.output_tokens == job.output_len.sum()
 
 
 JOBS: dict[str, dict[str, Any]] = {
@@ -87,35 +92,35 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ORDERS)
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
-def test_every_policy_plans_every_job(policy: str, job: dict[str, Any]) -> None:
+def test_every_policy_orders_every_job(policy: str, job: dict[str, Any]) -> None:
     requests = make_requests(**job)
-    plan = make_plan(requests, machine(2_000), policy)
-    assert_is_whole(plan, requests)
-    assert plan.policy == policy if policy != "auto" else plan.policy in ORDERS
-    again = make_plan(requests, machine(2_000), policy)
-    assert again.order.tolist() == plan.order.tolist()
+    found = candidates(requests, machine(2_000))
+    assert_is_whole(found, policy, requests)
+    again = candidates(requests, machine(2_000))
+    assert again.run(policy).sent.tolist() == found.run(policy).sent.tolist()
 
 
 def test_no_requests() -> None:
-    plan = make_plan(make_requests([]), machine())
-    assert plan.order.tolist() == plan.too_large.tolist() == []
-    assert {run.seconds for run in plan.predicted.values()} == {0.0}
-    assert plan.bounds(machine()).tightest_s == 0.0
+    job = candidates(make_requests([]), machine())
+    assert len(job.fits) == len(job.too_large) == 0
+    assert {job.run(policy).simulation.seconds for policy in PAGED_ORDERS} == {0.0}
+    assert bounds_of(job).tightest_s == 0.0
 
 
+@pytest.mark.parametrize("policy", PAGED_ORDERS)
 @pytest.mark.parametrize("capacity", [2**31 - 1, 2**31, 10**12])
-def test_any_amount_of_room(capacity: int) -> None:
+def test_any_amount_of_room(capacity: int, policy: str) -> None:
     requests = make_requests(EDGE_PROMPTS["mixed"])
-    assert_is_whole(make_plan(requests, machine(capacity)), requests)
+    assert_is_whole(candidates(requests, machine(capacity)), policy, requests)
 
 
 # --- What fits.
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_requests_that_cannot_fit_come_last(policy: str) -> None:
+@pytest.mark.parametrize("policy", ORDERS)
+def test_requests_that_cannot_fit_are_left_out(policy: str) -> None:
     prompts: list[Prompt] = [
         (1,) * 200,  # more than there is room for
         (2,) * 100,  # room for the prompt, none for an answer
@@ -126,33 +131,33 @@ def test_requests_that_cannot_fit_come_last(policy: str) -> None:
     ]
     known = [UNKNOWN, UNKNOWN, UNKNOWN, 41, 40, UNKNOWN]
     requests = make_requests(prompts, 1000, known)
-    plan = make_plan(requests, machine(100), policy)
-    assert_is_whole(plan, requests)
-    assert plan.too_large.tolist() == [0, 1, 3]
-    assert plan.fits.tolist() == [2, 4, 5]
+    job = candidates(requests, machine(100))
+    assert_is_whole(job, policy, requests)
+    assert job.too_large.tolist() == [0, 1, 3]
+    assert job.fits.tolist() == [2, 4, 5]
     # Drawn lengths leave room for the prompt.
-    assert plan.output_len.tolist()[:2] == [1, 40]
-    assert np.all(np.add(plan.output_len, [99, 60, 10]) <= 100)
+    assert job.output_len.tolist()[:2] == [1, 40]
+    assert np.all(np.add(job.output_len, [99, 60, 10]) <= 100)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ORDERS)
 def test_no_request_fits(policy: str) -> None:
     requests = make_requests([(1,) * 200, (2,) * 300])
-    plan = make_plan(requests, machine(100), policy)
-    assert_is_whole(plan, requests)
-    assert plan.too_large.tolist() == [0, 1]
+    job = candidates(requests, machine(100))
+    assert_is_whole(job, policy, requests)
+    assert job.too_large.tolist() == [0, 1]
 
 
-def test_plans_of_what_fits_are_those_of_a_job_without_the_rest() -> None:
+def test_orders_of_what_fits_are_those_of_a_job_without_the_rest() -> None:
     prompts = [(i % 3,) * 5 + (i,) for i in range(12)]
     large = [(9,) * 500, *prompts[:6], (8,) * 500, *prompts[6:]]
-    place = [*range(1, 7), *range(8, 14)]
-    for policy in POLICIES:
-        alone = make_plan(make_requests(prompts), machine(400), policy)
-        plan = make_plan(make_requests(large), machine(400), policy)
-        assert plan.policy == alone.policy
-        assert plan.order.tolist() == [*(place[i] for i in alone.order), 0, 7]
-        assert plan.scan.requests.tolist() == [place[i] for i in alone.scan.requests]
+    alone = candidates(make_requests(prompts), machine(400))
+    job = candidates(make_requests(large), machine(400))
+    assert job.fits.tolist() == [*range(1, 7), *range(8, 14)]
+    for policy in ORDERS:
+        assert job.run(policy).sent.tolist() == alone.run(policy).sent.tolist()
+        order, expected = job.order(policy), alone.order(policy)
+        assert order.requests.tolist() == expected.requests.tolist()
 
 
 # --- What is chosen.
@@ -179,40 +184,23 @@ def test_auto_takes_the_fastest(
     if dense:
         limits = replace(engine.limits, dense=True)
         engine = Machine(replace(engine.cost, padded=True), limits)
-    plan = make_plan(bimodal(), engine)
-    assert set(plan.predicted) == set(orders)
-    seconds = {name: run.seconds for name, run in plan.predicted.items()}
-    good = [name for name in orders if seconds[name] <= 1.002 * min(seconds.values())]
-    assert plan.policy == good[0]
-    same = make_plan(bimodal(), engine, plan.policy)
-    assert same.order.tolist() == plan.order.tolist()
-
-
-def test_a_followed_order_is_simulated_only_to_compare() -> None:
-    requests, here = bimodal(), machine(800)
-    assert make_plan(requests, here, "dfs").predicted == {}
-    assert set(make_plan(requests, here, "dual-scan").predicted) == {"dual-scan"}
-    plan = make_plan(requests, here, "dfs", compare=("fcfs", "dfs", "fcfs"))
-    assert (plan.policy, set(plan.predicted)) == ("dfs", {"fcfs", "dfs"})
-    auto = make_plan(requests, here, compare=("lpt",))
-    for name, run in plan.predicted.items():
-        assert run.seconds == auto.predicted[name].seconds
+    assert orders_for(engine) == orders
+    job = candidates(bimodal(), engine)
+    runs = {name: job.run(name).simulation for name in orders}
+    least = 1.002 * min(run.seconds for run in runs.values())
+    assert best(runs) == next(name for name in orders if runs[name].seconds <= least)
 
 
 def test_an_unknown_policy_is_named() -> None:
-    for bad in ({"policy": "best"}, {"policy": "dfs", "compare": ("best",)}):
-        with pytest.raises(ConfigError, match="policy='best' is not known"):
-            make_plan(bimodal(), machine(), **bad)
+    with pytest.raises(ConfigError, match="policy='best' is not known"):
+        candidates(bimodal(), machine()).run("best")
 
 
 def test_the_seed_makes_the_random_lengths_and_the_random_order() -> None:
     requests = make_requests([(i,) * 5 for i in range(40)])
-    plans = [
-        make_plan(requests, machine(), "random", settings=OrderSettings(seed))
-        for seed in (0, 0, 1)
-    ]
-    orders = [plan.order.tolist() for plan in plans]
-    lengths = [plan.output_len.tolist() for plan in plans]
+    jobs = [candidates(requests, machine(), seed) for seed in (0, 0, 1)]
+    orders = [job.order("random").requests.tolist() for job in jobs]
+    lengths = [job.output_len.tolist() for job in jobs]
     assert orders[0] == orders[1] != orders[2]
     assert lengths[0] == lengths[1] != lengths[2]
 
@@ -224,38 +212,38 @@ def test_observed_answers_make_the_estimates() -> None:
     prompts = [(1,) * 20 + (i,) for i in range(50, 70)]
     prompts += [(2,) * 20 + (i,) for i in range(50, 70)]
     requests = make_requests(prompts)
-    blind = make_plan(requests, machine(), "lpt")
+    blind = candidates(requests, machine())
     assert set(blind.estimates.est_output_len.tolist()) == {256.0}
     answers = {**dict.fromkeys(range(16), 4), **dict.fromkeys(range(20, 36), 700)}
-    plan = make_plan(requests, machine(), "lpt", observed=observed(answers))
-    estimate = plan.estimates.est_output_len
+    job = candidates(requests, machine(), observed=observed(answers))
+    estimate = job.estimates.est_output_len
     assert estimate[:16].tolist() == [4.0] * 16
     assert estimate[20:36].tolist() == [700.0] * 16
     assert np.all(estimate[16:20] < 100)
     assert np.all(estimate[36:40] > 500)
-    assert set(plan.order[:20].tolist()) == set(range(20, 40))
-    assert plan.output_len[:16].tolist() == [4] * 16
-    assert plan.output_len[20:36].tolist() == [700] * 16
+    assert set(job.order("lpt").requests[:20].tolist()) == set(range(20, 40))
+    assert job.output_len[:16].tolist() == [4] * 16
+    assert job.output_len[20:36].tolist() == [700] * 16
 
 
 def test_observed_answers_are_those_of_the_jobs_numbers() -> None:
     # Request 0 does not fit: the others are numbered anew inside.
     requests = make_requests([(1,) * 300, (2,), (3,), (4,)])
     answers = observed({0: 50, 3: 9})
-    plan = make_plan(requests, machine(200), "fcfs", observed=answers)
-    assert plan.too_large.tolist() == [0]
-    assert plan.estimates.est_output_len[2] == 9.0
-    assert plan.output_len[2] == 9
+    job = candidates(requests, machine(200), observed=answers)
+    assert job.too_large.tolist() == [0]
+    assert job.estimates.est_output_len[2] == 9.0
+    assert job.output_len[2] == 9
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ORDERS)
 @pytest.mark.parametrize("answers", [{}, {0: 0}, {0: 0, 5: 2000, 7: 1}])
 def test_any_observed_answers(policy: str, answers: dict[int, int]) -> None:
     requests = make_requests(EDGE_PROMPTS["mixed"])
-    plan = make_plan(requests, machine(2_100), policy, observed=observed(answers))
-    assert_is_whole(plan, requests)
+    job = candidates(requests, machine(2_100), observed=observed(answers))
+    assert_is_whole(job, policy, requests)
     for request, length in answers.items():
-        assert plan.estimates.est_output_len[request] == length
+        assert job.estimates.est_output_len[request] == length
 
 
 # --- Bounds.
@@ -270,11 +258,11 @@ def test_no_predicted_run_beats_the_bounds(
     known: Sequence[int] = rng.choice([UNKNOWN, 1, 7, 60], len(prompts)).tolist()
     requests = make_requests(prompts, 100, known)
     needed = max(len(prompt) + 60 for prompt in prompts)
-    here = machine(needed + spare, cost)
-    plan = make_plan(requests, here, settings=OrderSettings(seed))
-    assert_is_whole(plan, requests)
-    bounds = plan.bounds(here)
-    for name, run in plan.predicted.items():
+    job = candidates(requests, machine(needed + spare, cost), seed)
+    bounds = bounds_of(job)
+    for name in PAGED_ORDERS:
+        assert_is_whole(job, name, requests)
+        run = job.run(name).simulation
         assert run.seconds >= bounds.tightest_s * (1 - 1e-9), name
         assert run.compute_s >= bounds.compute_s * (1 - 1e-9), name
         assert run.num_steps >= bounds.min_steps, name

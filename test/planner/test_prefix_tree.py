@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from prefix_tree_check import check_prefix_tree
 
-from sglang_batch.errors import InputError
 from sglang_batch.planner.prefixes import prefix_sort
 from sglang_batch.planner.prefixes.prefix_tree import (
     PrefixTree,
-    achieved_prefix_sharing_ratio,
     build_prefix_tree,
 )
 
@@ -142,21 +140,6 @@ def test_sums_below_each_node(prompts: list[Prompt]) -> None:
         assert sums[node] == values[leaves].sum()
 
 
-@settings(deadline=None)
-@given(PROMPTS, st.randoms(use_true_random=False))
-def test_achieved_sharing_is_what_neighbours_share(
-    prompts: list[Prompt], random: Random
-) -> None:
-    tree = build(prompts)
-    order = list(range(len(prompts)))
-    random.shuffle(order)
-    shared = sum(len(common_prefix(prompts[a], prompts[b])) for a, b in pairwise(order))
-    achieved = achieved_prefix_sharing_ratio(tree, np.array(order, np.int64))
-    assert achieved == (shared / tree.num_tokens if tree.num_tokens else 0.0)
-    assert achieved <= tree.prefix_sharing_ratio
-    assert achieved_prefix_sharing_ratio(tree, tree.order) == tree.prefix_sharing_ratio
-
-
 def many_prompts(seed: int, num_prompts: int, num_groups: int = 12) -> list[Prompt]:
     """Groups with a shared part of any length, some in groups of groups, some equal."""
     rng = np.random.default_rng(seed)
@@ -208,7 +191,6 @@ def test_no_requests() -> None:
     assert (tree.num_requests, tree.num_nodes, tree.num_tokens) == (0, 1, 0)
     assert tree.unique_tokens_below().tolist() == [0]
     assert tree.subtree_sums(np.empty(0)).tolist() == [0.0]
-    assert achieved_prefix_sharing_ratio(tree, np.empty(0, np.int64)) == 0.0
     check_prefix_tree(tree, *as_arrays([]))
 
 
@@ -255,7 +237,6 @@ def test_a_chain_of_prompts_each_one_token_longer() -> None:
     assert tree.parent.tolist() == list(range(-1, n - 2))
     assert tree.num_unique_tokens == n - 1
     check_prefix_tree(tree, tokens, offsets)
-    assert achieved_prefix_sharing_ratio(tree, tree.order) == tree.prefix_sharing_ratio
 
 
 @pytest.mark.slow
@@ -264,13 +245,6 @@ def test_tokens_that_cannot_be_written_will_do() -> None:
     tokens, offsets = as_arrays(prompts)
     tokens.flags.writeable = offsets.flags.writeable = False
     assert_is_expected(build_prefix_tree(tokens, offsets), prompts)
-
-
-@pytest.mark.parametrize("order", [[0], [0, 0], [0, 2], [0, 1, 2], [-1, 0]])
-def test_an_order_must_have_each_request_once(order: list[int]) -> None:
-    tree = build([(1, 2), (1, 3)])
-    with pytest.raises(InputError, match="requests once"):
-        achieved_prefix_sharing_ratio(tree, np.array(order))
 
 
 @pytest.fixture(scope="module")

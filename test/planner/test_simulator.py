@@ -99,18 +99,6 @@ def test_a_repeated_prompt_computes_its_last_token_again() -> None:
     assert (done.recomputed_tokens, done.peak_kv_tokens) == (2, 6)
 
 
-def test_steps_are_charged_for_whole_multiples() -> None:
-    job = make_job([(4,) * 9], [2], step_tokens=6, batch_multiple=4)
-    # 4 of 6 tokens, 4, the last 1, then two decodes.
-    assert run(job).samples[1].tolist() == [4, 4, 4, 4, 4]
-
-
-def test_decodes_count_towards_the_multiple() -> None:
-    job = make_job(own_prompts(1, 20), [9, 1], step_tokens=7, batch_multiple=4)
-    # 1 + 3 prompt tokens, 3 next to one decode, and so on to the 20th.
-    assert run(job).samples[1].tolist() == [4, 4, 4, 4, 4, 4, 4, 4, 4, 4]
-
-
 def test_every_step_reads_the_weights() -> None:
     cost = unit_cost(weight_read_time_s=100.0)
     done = run(make_job([(4,) * 5], [3], cost=cost, step_tokens=2))
@@ -322,20 +310,6 @@ def test_the_orders_that_plans_are_made_of(job: Job, policy: str) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=examples(20))
-@given(jobs(), st.sampled_from([2, 8, 128]))
-def test_whole_multiples_cost_more_and_change_no_count(job: Job, multiple: int) -> None:
-    done = run(replace(job, limits=replace(job.limits, batch_multiple=multiple)))
-    d = np.maximum(job.lengths, 1).sum()
-    assert done.prefilled_tokens == (
-        done.prompt_tokens - done.cached_tokens + done.recomputed_tokens
-    )
-    least = (done.prefilled_tokens + d) * job.cost.token_time_s
-    assert done.compute_s >= least * (1 - 1e-9)
-    check_bounds(job, done)
-
-
-@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(15))
 @given(jobs())
 def test_the_same_job_goes_the_same_way(job: Job) -> None:
@@ -453,11 +427,11 @@ def test_engines_that_can_do_nothing_are_refused(limits: dict[str, int]) -> None
         ),
         make_job(
             own_prompts(17, 37), [13, 8], capacity=54, density=[1, 0.1], num_left=1,
-            est_output_len=[13, 0.8], step_tokens=10, min_step_tokens=1, batch_multiple=4,
+            est_output_len=[13, 0.8], step_tokens=10, min_step_tokens=1,
             closed_loop=False, cost=CostModel(token_time_s=1.0, kv_read_time_s=1.0),
         ),
     ],
-    ids=["right side empty", "left side full", "in multiples"],
+    ids=["right side empty", "left side full", "open loop"],
 )  # fmt: skip
 def test_a_prompt_begun_on_the_right_is_finished(job: Job) -> None:
     done = run(job)

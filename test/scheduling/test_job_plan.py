@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from scheduling_jobs import MACHINE, plan_of, random_prompts
 
-from sglang_batch.config import ORDERS
+from sglang_batch.config import ORDERS, OfflineBatchConfig
+from sglang_batch.job.job_planner import JobPlanner
 from sglang_batch.planner.machine_model import EngineLimits, Machine
-from sglang_batch.planner.plan import make_plan
 from sglang_batch.planner.requests import PlanRequests
-from sglang_batch.scheduling.job_plan import JobPlan, job_plan, unplanned
+from sglang_batch.scheduling.job_plan import JobPlan, unplanned
 
 Prompts = list[tuple[int, ...]]
 
@@ -32,9 +32,12 @@ def planned(
 ) -> tuple[JobPlan, list[int]]:
     """The job's plan, and its requests in the order in which they are taken."""
     known = [3 + i for i in range(len(prompts))]
-    plan = make_plan(requests_of(prompts, known), machine, policy)
-    made = job_plan(plan, np.array(numbers, np.int64), machine)
-    return made, plan.scan.requests.tolist()
+    requests, config = requests_of(prompts, known), OfflineBatchConfig(policy=policy)
+    (shard,) = JobPlanner(
+        requests, np.array(numbers, np.int64), machine, config
+    ).plans()
+    order = shard.numbers[shard.plan.scan.requests].tolist()
+    return shard.for_scheduler(machine), [numbers.index(number) for number in order]
 
 
 @pytest.mark.parametrize("policy", ORDERS)

@@ -15,6 +15,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,8 @@ IGNORED = (
 
 
 def answer_scope(model: str, options: Mapping[str, Any], owner: str = "") -> bytes:
-    """16 bytes that differ where equal requests may have other answers.
-
-    Args:
-        model: directory of the model, or its name on a hub.
-        options: of the engine, by name.
-        owner: whose answers they are: nobody sees those of others.
-    """
+    """16 bytes that differ where equal requests may have other answers: by the model's files or its
+    name, the engine's options, and the owner, who sees no answers of others."""
     digest = hashlib.blake2b(digest_size=16)
     place = Path(model)
     if place.is_dir():
@@ -78,9 +74,7 @@ _KEPT_SHARE = 0.9
 
 class AnswerCache:
     """A cache in a directory, which several processes may use at a time. Each makes room for what
-    it adds itself.
-
-    Only its opening can fail. A failure later is logged once, and the cache is empty from then on.
+    it adds itself. A failure is logged once, and the cache is empty from then on.
 
     Args:
         most_bytes: of answers.
@@ -127,59 +121,54 @@ class AnswerCache:
                 "directory that can be written."
             ) from None
 
-    def get(self, key: bytes) -> RequestOutput | None:
-        """The answer with a key, without an id of its request. None if there is none."""
+    @contextmanager
+    def _one_use(self) -> Iterator[None]:
+        """One thread at a time. The first failure ends the cache."""
         with self._lock:
             try:
-                return self._get(key)
+                yield
             except (sqlite3.Error, ValueError) as error:
-                self._give_up(error)
+                if not self._broken:
+                    logger.warning("The answer cache is not used any more: %s", error)
+                self._broken = True
+
+    def get(self, key: bytes) -> RequestOutput | None:
+        """The answer with a key, without an id of its request. None if there is none."""
+        with self._one_use():
+            now = self._clock()
+            found = None
+            if not self._broken:
+                found = self._db.execute(
+                    "SELECT body, usage FROM answers WHERE key = ? AND made_at > ?",
+                    (key, now - self._max_age_s),
+                ).fetchone()
+            if found is not None:
+                self._db.execute(
+                    "UPDATE answers SET used_at = ? WHERE key = ?", (now, key)
+                )
+                body, usage = found
+                return RequestOutput(200, "", body, Usage(*map(int, usage.split())))
         return None
 
     def put(self, key: bytes, answer: RequestOutput) -> None:
         """Keep an answer, in place of an earlier one."""
-        with self._lock:
-            try:
-                self._put(key, answer)
-            except sqlite3.Error as error:
-                self._give_up(error)
+        size = len(answer.body)
+        if self._broken or size > self._most_bytes:
+            return
+        with self._one_use():
+            now = self._clock()
+            usage = " ".join(map(str, dataclasses.astuple(answer.usage)))
+            self._db.execute(
+                "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?)",
+                (key, answer.body, usage, now, now, size),
+            )
+            self._bytes += size
+            if self._bytes > self._most_bytes:
+                self._make_room(now)
 
     def close(self) -> None:
         with self._lock:
             self._db.close()
-
-    def _get(self, key: bytes) -> RequestOutput | None:
-        if self._broken:
-            return None
-        now = self._clock()
-        found = self._db.execute(
-            "SELECT body, usage FROM answers WHERE key = ? AND made_at > ?",
-            (key, now - self._max_age_s),
-        ).fetchone()
-        if found is None:
-            return None
-        self._db.execute("UPDATE answers SET used_at = ? WHERE key = ?", (now, key))
-        body, usage = found
-        return RequestOutput(200, "", body, Usage(*map(int, usage.split())))
-
-    def _put(self, key: bytes, answer: RequestOutput) -> None:
-        size = len(answer.body)
-        if self._broken or size > self._most_bytes:
-            return
-        now, usage = self._clock(), answer.usage
-        counts = (
-            usage.input_tokens,
-            usage.cached_tokens,
-            usage.output_tokens,
-            usage.reasoning_tokens,
-        )
-        self._db.execute(
-            "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?)",
-            (key, answer.body, " ".join(map(str, counts)), now, now, size),
-        )
-        self._bytes += size
-        if self._bytes > self._most_bytes:
-            self._make_room(now)
 
     def _make_room(self, now: float) -> None:
         self._db.execute(
@@ -201,18 +190,9 @@ class AnswerCache:
         ).fetchone()
         return int(total)
 
-    def _give_up(self, error: Exception) -> None:
-        if not self._broken:
-            logger.warning("The answer cache is not used any more: %s", error)
-        self._broken = True
-
 
 class CachedAnswers:
-    """The answers of one scope in a cache.
-
-    Args:
-        scope: of :func:`answer_scope`.
-    """
+    """The answers of one scope, of :func:`answer_scope`, in a cache."""
 
     def __init__(self, cache: AnswerCache, scope: bytes) -> None:
         self._cache = cache
@@ -267,14 +247,8 @@ async def answer_known(
 
 
 class ModelAnswers:
-    """The cache of a model, which is the same for all its jobs.
-
-    Args:
-        model, options: see :func:`answer_scope`.
-
-    Raises:
-        ConfigError: the directory of ``config.answer_cache`` cannot be used.
-    """
+    """The cache of a model, which is the same for all its jobs. Raises ConfigError if the directory
+    of ``config.answer_cache`` cannot be used."""
 
     def __init__(
         self, config: OfflineBatchConfig, model: str, options: Mapping[str, Any]

@@ -1,11 +1,11 @@
 """The answers that a running job learns from, and when it is worth a new plan.
 
-At any moment of a run, the answers that have arrived are the short ones, so their mean
-is too small. A plan therefore also uses the requests that still run, as censored
-observations (``planner.output_lengths.estimates``). Requests of a stream start one after another
-and run side by side, a token of each in every step. So one that still runs has at least as
-many tokens as any answer to a request that started after it. An engine that does not tell
-when a request starts is taken to start them in the order in which they are sent.
+The answers that have arrived at any moment are the short ones, so a plan also uses the
+requests that still run, as censored observations (``planner.output_lengths.estimates``).
+Requests of a stream start one after another and run side by side, a token of each in every
+step. So one that still runs has at least as many tokens as any answer to a request that
+started after it. An engine that does not tell when a request starts is taken to start them
+in the order in which they are sent.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ _FAILED = -1
 
 
 class AnswerFeedback:
-    """Collects the answers for new plans.
-
-    The answers of a plan depend only on their own order and lengths, not on how long
-    the previous plan takes to make.
+    """Collects the answers for new plans, which depend only on the answers' order and lengths.
 
     Args:
         sample: numbers of the requests that the first new plan waits for. Empty if
@@ -67,13 +64,8 @@ class AnswerFeedback:
         return self._num_plans > 0
 
     def grow(self, sample: Int64s, num_unknown: int, *, grows: bool) -> None:
-        """The job has more requests.
-
-        Args:
-            sample: numbers of unanswered requests to wait for, unless a plan was due
-                before.
-            num_unknown, grows: as for the constructor.
-        """
+        """The job has more requests; the arguments are those of the constructor, and a
+        sample counts only until a plan was due."""
         self._num_unknown = num_unknown
         if not self.has_learned:
             self._wait_for(sample)
@@ -82,10 +74,8 @@ class AnswerFeedback:
         self._check_due()
 
     def add_started(self, stream: Hashable, number: int) -> None:
-        """Add a request that has started, to the end of its stream.
-
-        One that starts again, because it lost its KV, moves to the end.
-        """
+        """Add a request that has started, maybe again as it lost its KV, to the end of its
+        stream."""
         if self._learns:
             started = self._started.setdefault(stream, {})
             started.pop(number, None)
@@ -124,10 +114,7 @@ class AnswerFeedback:
         return self._due.popleft()
 
     def take_answers(self) -> tuple[Int64s, Int32s]:
-        """The same for a plan that is made for other reasons than its answers.
-
-        There are none while a sample is awaited.
-        """
+        """The same for a plan that is made for other reasons: none while a sample is awaited."""
         if self._waits_for_sample or not self._learns:
             return np.zeros(0, np.int64), np.zeros(0, np.int32)
         answers = self._answers()

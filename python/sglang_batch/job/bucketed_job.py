@@ -1,9 +1,8 @@
 """A job of any size: one :class:`~.job.Job`, or one for each bucket of its requests.
 
 A plan in one piece takes half a kilobyte for each request. A larger job is dealt to buckets of
-requests whose prompts begin alike, each of which is planned as a job of its own. Two of them are
-in the engine at a time. The earlier one goes first, and the other one has requests ready when
-it ends, so that the engine never waits.
+requests whose prompts begin alike, each of which is planned as a job of its own. Two of them
+are in the engine at a time, so that it never waits: the earlier one goes first.
 
 Rendering all of a job to find its buckets would take as long as sending it. But prompts whose
 text begins alike have tokens that begin alike, so the text in the lines is enough: the parts of
@@ -33,7 +32,7 @@ from ..request import BatchRequestInput, RequestOutput, Requests, Sink
 from .engine import Engine
 from .job import Job, JobOptions, sharing_ratio
 from .occupancy import Tail
-from .rendering import Indices
+from .rendering import Indices, task_group
 
 logger = logging.getLogger(__name__)
 
@@ -106,22 +105,18 @@ class BucketedJob:
         )
         is_left = np.zeros(len(self._requests), np.bool_)
         is_left[np.asarray(self._todo, np.int64)] = True
-        try:
-            async with asyncio.TaskGroup() as group:
-                room = asyncio.Semaphore(OPEN_BUCKETS)
-                for bucket, numbers in enumerate(buckets):
-                    left = np.flatnonzero(is_left[numbers]).astype(np.int64)
-                    if not len(left):
-                        continue
-                    await room.acquire()
-                    if stop is not None and stop.is_set():
-                        break
-                    job = self._bucket_job(bucket, numbers, left)
-                    running = group.create_task(self._finish(job, stop, numbers))
-                    running.add_done_callback(lambda _: room.release())
-        except BaseExceptionGroup as failures:
-            # The first failure cancelled the rest; it is the one to report.
-            raise failures.exceptions[0] from None
+        room = asyncio.Semaphore(OPEN_BUCKETS)
+        async with task_group() as group:
+            for bucket, numbers in enumerate(buckets):
+                left = np.flatnonzero(is_left[numbers]).astype(np.int64)
+                if not len(left):
+                    continue
+                await room.acquire()
+                if stop is not None and stop.is_set():
+                    break
+                job = self._bucket_job(bucket, numbers, left)
+                running = group.create_task(self._finish(job, stop, numbers))
+                running.add_done_callback(lambda _: room.release())
 
     async def _finish(
         self, job: Job, stop: asyncio.Event | None, numbers: Int64s | None = None
@@ -224,8 +219,8 @@ def deal_requests(requests: Requests, bucket_requests: int, seed: int) -> list[I
     """The numbers of the requests in each bucket, rising. They depend on nothing else.
 
     Args:
-        bucket_requests: most in a bucket, about. It has more where prompts are equal, or where
-            cutting a family does not pay.
+        bucket_requests: most in a bucket, but where prompts are equal, or where cutting a family
+            does not pay.
     """
     num_buckets = -(-len(requests) // bucket_requests)
     splitters = _splitters(requests, num_buckets, seed)

@@ -1,14 +1,13 @@
 """Sends a job's requests to the engine in the order of its plan, a window at a time.
 
-An order that is taken from both ends has two windows, one for each side: the scheduler
-chooses between the sides, so it always needs requests of both. Any other order has one
-window. Each replica of the engine has windows of its own.
+An order that is taken from both ends has two windows, one for each side, as the scheduler
+always needs requests of both. Any other order has one. Each replica of the engine has windows
+of its own.
 
-A new plan may arrive at any time. It orders the requests that have not been sent, and may
-move them to other replicas. One is asked for when enough answers have come, when a
-replica runs out of requests before the others, and when replicas come or go. Requests that a
-lost replica had are sent again. Those that may be the reason of several crashes wait for the
-end, when each runs with no other request.
+A new plan orders the requests that have not been sent, and may move them to other replicas. One
+is asked for when enough answers have come, when a replica runs out of requests before the
+others, and when replicas come or go. Requests that a lost replica had are sent again. Those
+that may be the reason of several crashes wait for the end, when each runs with no other.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .engine import Engine, PreparedRequest, ReplicaLost
 from .inflight_limit import InflightLimit
 from .job_shards import JobProgress, ShardPlan
 from .occupancy import Occupancy, Tail
-from .rendering import Rendered
+from .rendering import Rendered, task_group
 from .replicas import Replica, SendQueue, divide_window
 
 # Renders one request of the job, by its number.
@@ -49,11 +48,9 @@ class Dispatcher:
 
     Args:
         num_requests: requests of the job. Their numbers are below it.
-        render: renders a request by its number. The error of a request that cannot be
-            rendered is its answer.
+        render: renders a request by its number. Its error is its answer.
         sink: called once per request.
-        limit: how many requests may be in the engine, for jobs that are throttled
-            while they run.
+        limit: how many requests may be in the engine.
         releases: whether replicas may end once nothing is left for them.
         job_id: with which the ids of its requests begin.
 
@@ -89,7 +86,8 @@ class Dispatcher:
         self._limit = limit or InflightLimit()
         self._limit.on_change = self._changed.set
         self._releases = releases
-        self._feedback: AnswerFeedback | None = None
+        # It learns nothing until there is one with a plan.
+        self._feedback = AnswerFeedback(np.zeros(0, np.int64), 0)
         self._replan: Replan | None = None
         self._replanning: asyncio.Task[None] | None = None
         self._most_in_flight = 0
@@ -144,12 +142,9 @@ class Dispatcher:
         self._changed.set()
 
     def progress(self, *, whole: bool) -> JobProgress:
-        """Where the requests are, for a new plan. It may move the far half of each queue,
-        of which nothing is sent until the plan is set.
-
-        Args:
-            whole: whether the plan will be one of all requests.
-        """
+        """Where the requests are, for a new plan, which is one of all requests if
+        ``whole``. It may move the far half of each queue, of which nothing is sent until
+        the plan is set."""
         replica_of, stays = self._replica_of.copy(), self._sent.copy()
         if len(self._replicas) > 1:
             for index, replica in enumerate(self._replicas):
@@ -197,9 +192,8 @@ class Dispatcher:
         for replica in self._replicas:
             found = replica.joined(numbers)
             self._left[found] = _RUNNING_LEFT
-            if self._feedback is not None:
-                for number in found:
-                    self._feedback.add_started(replica.index, number)
+            for number in found:
+                self._feedback.add_started(replica.index, number)
         self._changed.set()
 
     def replan_from(self, feedback: AnswerFeedback, replan: Replan) -> None:
@@ -220,7 +214,7 @@ class Dispatcher:
     async def run(self) -> None:
         """Send everything. Stops at the first error of the engine or of the sink."""
         try:
-            async with asyncio.TaskGroup() as group:
+            async with task_group() as group:
                 while True:
                     self._changed.clear()
                     self._check_replicas()
@@ -234,9 +228,6 @@ class Dispatcher:
                     await self._changed.wait()
                 if self._replanning is not None:
                     self._replanning.cancel()
-        except BaseExceptionGroup as failures:
-            # The first failure cancelled the rest; it is the one to report.
-            raise failures.exceptions[0] from None
         finally:
             for task in self._rendering.values():
                 task.cancel()
@@ -277,11 +268,10 @@ class Dispatcher:
         if isinstance(rendered, RequestOutput):
             self._left[number] = 0.0
             self._sink(request, rendered)
-            if self._feedback is not None:
-                self._feedback.skip(number)
+            self._feedback.skip(number)
         else:
             replica.add_in_flight(number, side)
-            if self._feedback is not None and not self.engine_tells:
+            if not self.engine_tells:
                 self._feedback.add_started((replica.index, side), number)
             self._tasks[number] = group.create_task(
                 self._execute(replica, side, request, rendered)
@@ -311,9 +301,8 @@ class Dispatcher:
         else:
             self._left[request.index] = 0.0
             self._sink(request, output)
-            if self._feedback is not None:
-                tokens = output.usage.output_tokens if output.ok else None
-                self._feedback.add_answer(request.index, tokens)
+            tokens = output.usage.output_tokens if output.ok else None
+            self._feedback.add_answer(request.index, tokens)
         finally:
             replica.remove_in_flight(request.index)
             self._recalled.discard(request.index)
@@ -337,9 +326,8 @@ class Dispatcher:
         self._left[number] = 1.0
 
     def _forget_started(self, replica: Replica, side: int, number: int) -> None:
-        if self._feedback is not None:
-            stream = replica.index if self.engine_tells else (replica.index, side)
-            self._feedback.remove_started(stream, number)
+        stream = replica.index if self.engine_tells else (replica.index, side)
+        self._feedback.remove_started(stream, number)
 
     # Taking back ----------------------------------------------------------------------
 
@@ -393,9 +381,8 @@ class Dispatcher:
 
     def _replan_if_due(self, group: asyncio.TaskGroup) -> None:
         """Start a new plan if it is due and none is being made."""
-        if self._feedback is None:
-            return
-        if self._replanning is not None and not self._replanning.done():
+        is_busy = self._replanning is not None and not self._replanning.done()
+        if self._replan is None or is_busy:
             return
         if not any(replica.is_live for replica in self._replicas):
             return

@@ -73,13 +73,9 @@ class PreparedRequest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KvUse:
-    """The KV cache of an engine's running requests, summed over its replicas.
-
-    running: number of running requests, including online ones.
-    left, right, online: tokens of KV by side, without shared prefixes.
-    shared: tokens of the shared prefixes in use.
-    capacity: tokens of KV that fit in total.
-    """
+    """The KV cache of an engine's running requests, summed over its replicas: their number,
+    tokens of KV by side without shared prefixes, those of shared prefixes, and tokens that
+    fit in total."""
 
     running: int
     left: int
@@ -90,11 +86,8 @@ class KvUse:
 
 
 class ReplicaLost(Exception):
-    """A replica ended with a request in flight, which may run on another one.
-
-    is_suspect: whether several replicas crashed that had the request, so that it should run
-        again with no other one.
-    """
+    """A replica ended with a request in flight, which may run on another one: with no other request
+    if ``is_suspect``, as several replicas crashed that had it."""
 
     def __init__(self, reason: str, *, is_suspect: bool = False) -> None:
         super().__init__(reason)
@@ -102,11 +95,8 @@ class ReplicaLost(Exception):
 
 
 class ReplicaChanges(Protocol):
-    """Replicas that come, go and change their speed while jobs run.
-
-    A replica that is gone keeps its number. It may come back, and new ones get the next
-    numbers.
-    """
+    """Replicas that come, go and change their speed while jobs run. One that is gone keeps its
+    number. It may come back, and new ones get the next numbers."""
 
     @property
     def speeds(self) -> ShardSpeeds:
@@ -125,10 +115,8 @@ class ReplicaChanges(Protocol):
     def unwatch(self, on_change: Callable[[], None]) -> None: ...
 
     def release_idle(self) -> None:
-        """All requests are sent: replicas that have none may end, if others have some.
-
-        Only requests that are lost with another replica may be sent after this.
-        """
+        """All requests are sent, but for those that are lost with another replica: replicas
+        that have none may end, if others have some."""
         ...
 
 
@@ -171,60 +159,34 @@ class Engine(Protocol):
         ...
 
     async def kv_use(self) -> KvUse | None:
-        """The present use of the KV cache, or None if the engine does not count by side.
-
-        The call may wait for the engine's current step: use it every few seconds only.
-        """
+        """The present use of the KV cache, or None if the engine does not count by side. It
+        may wait for the engine's current step: use it every few seconds only."""
         ...
 
     async def running_tree(self, limit: int) -> list[TreeNow] | None:
-        """The prefix trees of the open jobs, of each replica, or None if the engine has
-        none.
-
-        The call may wait for the engine's current step.
-
-        Args:
-            limit: most nodes of each replica.
-        """
+        """The prefix trees of the open jobs, at most ``limit`` nodes of each replica, or
+        None if the engine has none. It may wait for the engine's current step."""
         ...
 
     async def running_s(self) -> dict[str, float]:
-        """Seconds since each line's requests began to run, by the id of its first one.
-
-        Lines that only wait are left out. The call may wait for the engine's current
-        step.
-        """
+        """Seconds since each line's requests began to run, by the id of its first one,
+        without lines that only wait. It may wait for the engine's current step."""
         ...
 
     async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
-        """Announce a job whose requests will follow, or a new plan for an open job.
-
-        The ids of requests name their job, see ``request.engine_request_id``.
-
-        Args:
-            plans: one for each replica: its part of the job.
-        """
+        """Announce a job whose requests will follow, or a new plan for an open job: a part for each
+        replica. The ids of requests name their job, see ``request.engine_request_id``."""
         ...
 
     def watch_job(self, job_id: str, on_joined: Callable[[list[int]], None]) -> bool:
-        """Have the replicas tell which requests of a job they run, until it is closed.
-
-        Call this before :meth:`open_job`.
-
-        Args:
-            on_joined: called with numbers of requests that have just joined.
-
-        Returns:
-            Whether the engine does so.
-        """
+        """Have ``on_joined`` called with the numbers of requests of a job that have just
+        joined, until it is closed. Call this before :meth:`open_job`. Returns whether the
+        engine does so."""
         ...
 
     async def set_priority(self, job_id: str, priority: int) -> None:
-        """Set the priority of an open job, which is 0 at first.
-
-        Requests of the jobs of highest priority are admitted first. Jobs of the same
-        priority share the engine evenly.
-        """
+        """Set the priority of an open job, which is 0 at first. Requests of the highest are
+        admitted first, and jobs of the same priority share the engine evenly."""
         ...
 
     async def close_job(self, job_id: str) -> None:
@@ -234,23 +196,17 @@ class Engine(Protocol):
     async def prepare(
         self, request: BatchRequestInput, rid: str, *, tokenize: bool
     ) -> PreparedRequest | RequestOutput:
-        """Render one request.
+        """Render one request, or return an error answer if it cannot be served.
 
         Args:
             rid: our id for the request, unique in the engine.
             tokenize: whether to set ``input_ids``, which planning needs.
-
-        Returns:
-            The prepared request, or an error answer if it cannot be served.
         """
         ...
 
     def stored(self, prepared: Any) -> bytes | None:
-        """A prepared request without its ``input_ids``, to be kept on disk.
-
-        Returns:
-            None where the request can only be prepared again.
-        """
+        """A prepared request without its ``input_ids``, to be kept on disk. None where the
+        request can only be prepared again."""
         ...
 
     def restore(
@@ -275,91 +231,21 @@ class Engine(Protocol):
         ...
 
     def end_early(self, rid: str) -> None:
-        """End a sample (:data:`SAMPLE_URL`), which runs or will be executed.
-
-        Its :meth:`execute` returns the tokens so far, or all of them if it has ended
-        meanwhile, or if the engine runs every request to its end.
-
-        Args:
-            rid: of its first attempt.
-        """
+        """End a sample (:data:`SAMPLE_URL`) by the id of its first attempt. Its
+        :meth:`execute` returns the tokens so far, or all if it has ended, or if the engine
+        runs every request to its end."""
         ...
 
 
-class ForwardingEngine:
-    """An :class:`~sglang_batch.job.engine.Engine` in front of another one."""
+# A base of classes that have all attributes of another object, for type checkers.
+Forwards: Any = object
+
+
+class ForwardingEngine(Forwards):  # type: ignore[misc]
+    """An :class:`Engine` in front of another one, which has all that it does not define."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        return self._engine.model_names
-
-    @property
-    def is_paused(self) -> bool:
-        return self._engine.is_paused
-
-    @property
-    def default_max_inflight(self) -> int:
-        return self._engine.default_max_inflight
-
-    @property
-    def max_running_requests(self) -> int:
-        return self._engine.max_running_requests
-
-    @property
-    def machine(self) -> Machine:
-        return self._engine.machine
-
-    @property
-    def num_replicas(self) -> int:
-        return self._engine.num_replicas
-
-    @property
-    def replica_changes(self) -> ReplicaChanges | None:
-        return self._engine.replica_changes
-
-    async def kv_use(self) -> KvUse | None:
-        return await self._engine.kv_use()
-
-    async def running_tree(self, limit: int) -> list[TreeNow] | None:
-        return await self._engine.running_tree(limit)
-
-    async def running_s(self) -> dict[str, float]:
-        return await self._engine.running_s()
-
-    async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
-        await self._engine.open_job(job_id, plans)
-
-    def watch_job(self, job_id: str, on_joined: Callable[[list[int]], None]) -> bool:
-        return self._engine.watch_job(job_id, on_joined)
-
-    async def set_priority(self, job_id: str, priority: int) -> None:
-        await self._engine.set_priority(job_id, priority)
-
-    async def close_job(self, job_id: str) -> None:
-        await self._engine.close_job(job_id)
-
-    async def prepare(
-        self, request: BatchRequestInput, rid: str, *, tokenize: bool
-    ) -> PreparedRequest | RequestOutput:
-        return await self._engine.prepare(request, rid, tokenize=tokenize)
-
-    def stored(self, prepared: Any) -> bytes | None:
-        return self._engine.stored(prepared)
-
-    def restore(
-        self,
-        request: BatchRequestInput,
-        rid: str,
-        stored: bytes,
-        input_ids: Sequence[int],
-    ) -> PreparedRequest:
-        return self._engine.restore(request, rid, stored, input_ids)
-
-    async def execute(self, prepared: Any, replica: int | None = None) -> RequestOutput:
-        return await self._engine.execute(prepared, replica=replica)
-
-    def end_early(self, rid: str) -> None:
-        self._engine.end_early(rid)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)

@@ -16,9 +16,8 @@ class EngineTime:
     """The seconds in which an engine has lines, and the part of each batch.
 
     A batch has the share of them that its work has in the work of all. So equal work costs the
-    same, whichever line came first, and one that only waits costs nothing. The parts add up
-    to the seconds. Those of a batch change as the work of others becomes known, also after its
-    end, until it is :meth:`closed <Account.closed>`.
+    same, whichever line came first, and one that only waits costs nothing. The parts add up to the
+    seconds, and change as the work of others becomes known until :meth:`Account.closed`.
 
     Args:
         replicas: how many replicas the engine has now: each has seconds of its own.
@@ -73,11 +72,7 @@ class EngineTime:
 
 
 class Account:
-    """The work that an engine has done for one batch.
-
-    Attributes:
-        ended_at: by the engine's clock. None while the batch runs.
-    """
+    """The work that an engine has done for one batch, and when it ended by the engine's clock."""
 
     def __init__(self, engine: EngineTime) -> None:
         self._engine = engine
@@ -90,11 +85,7 @@ class Account:
         self._engine.enter()
 
     def leave(self, work: Work | None) -> None:
-        """It goes.
-
-        Args:
-            work: of the engine for it. None: it never began.
-        """
+        """It goes, with the work of the engine for it. None: it never began."""
         self._engine.leave()
         if work is not None:
             seconds = self._engine._work_time_s(work)

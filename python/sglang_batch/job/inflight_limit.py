@@ -30,11 +30,8 @@ class InflightLimit:
             self.on_change()
 
     def pause(self, reason: str, *, recalls: bool = False) -> None:
-        """Send nothing until :meth:`resume` is called for the same reason.
-
-        Args:
-            recalls: requests that the engine has and has not begun are taken back, too.
-        """
+        """Send nothing until :meth:`resume` is called for the same reason. ``recalls``:
+        requests that the engine has and has not begun are taken back, too."""
         self._pauses[reason] = recalls
         self.on_change()
 
@@ -51,10 +48,8 @@ class InflightLimit:
 
 
 class EngineShare:
-    """Divides the engine evenly among the batches and waves that run.
-
-    max_inflight: requests of all of them together. None for any number.
-    """
+    """Divides the engine, requests of all together or any number with None, evenly among
+    the batches and waves that run."""
 
     def __init__(self, max_inflight: int | None) -> None:
         self._max_inflight = max_inflight

@@ -1,18 +1,19 @@
 """One job, from its requests to their answers: render, plan, dispatch, store.
 
-Every entry point of the product runs its requests as a job. A job reads requests one at
-a time from :class:`~.rendering.Requests` and keeps them on disk once they are rendered.
-The first ones run while the others are being rendered. It uses the engine through :class:`~sglang_batch.job.engine.Engine` and passes
-each answer to a sink as soon as it arrives. An error of the server is an answer only after
-several attempts.
+Every entry point of the product runs its requests as a job. A job reads requests one at a
+time from :class:`~.rendering.Requests` and keeps them on disk once they are rendered. The
+first ones run while the others are being rendered. It uses the engine through
+:class:`~sglang_batch.job.engine.Engine` and passes each answer to a sink as soon as it
+arrives. An error of the server is an answer only after several attempts.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,12 +25,10 @@ from .engine import Engine
 from .inflight_limit import InflightLimit
 from .live_plan import LivePlan, PlanHints
 from .occupancy import Tail
-from .rendering import Indices, JobRenderer, Rendered
+from .rendering import Indices, JobRenderer, Rendered, task_group
 from .retrying_engine import retrying
 
-
-def _ignore() -> None:
-    pass
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +37,14 @@ class JobOptions:
 
     on_rendered: called once per request rendered for planning.
     limit: how many requests may be in the engine, for jobs that are throttled while they run.
-    directory: where rendered requests are kept until they are sent. The system's temporary
-        directory by default.
+    directory: where rendered requests are kept until they are sent, by default the system's
+        temporary directory.
     priority: jobs of the highest priority are admitted first.
     hints: facts about the job, for its plan.
     releases: whether replicas may end once nothing is left for them, as no other job follows.
     """
 
-    on_rendered: Callable[[], None] = _ignore
+    on_rendered: Callable[[], None] = lambda: None
     limit: InflightLimit | None = None
     directory: Path | None = None
     priority: int = 0
@@ -63,10 +62,8 @@ class Job:
 
     Attributes:
         prefix_sharing_ratio: share of the prompt tokens that a perfect prefix cache
-            would save, among the requests that have been planned so far. None until the
-            first are, and for policies without a plan.
-        num_prompt_tokens, num_unique_tokens: of these requests. The latter are those that
-            are left with such a cache.
+            would save, among the requests that have been planned so far. None without any.
+        num_prompt_tokens, num_unique_tokens: of these requests, and those left with such a cache.
     """
 
     def __init__(
@@ -133,30 +130,14 @@ class Job:
         await self._engine.set_priority(self._job_id, priority)
 
     async def run(self, stop: asyncio.Event | None = None) -> None:
-        """Run until all requests are answered or ``stop`` is set.
-
-        ``stop`` aborts the requests inside the engine. They get no answer.
+        """Run until all requests are answered or ``stop`` is set, which aborts the requests
+        inside the engine: they get no answer.
 
         Raises:
             Exception: any error of the engine itself or of the sink. An error of one
                 request is that request's answer.
         """
-        work = asyncio.ensure_future(self._run())
-        if stop is None:
-            return await work
-        stopped = asyncio.ensure_future(stop.wait())
-        try:
-            await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopped.cancel()
-            if not work.done():
-                work.cancel()
-            try:
-                await work
-            except asyncio.CancelledError:
-                if not stop.is_set():
-                    raise
-        return None
+        await until_stopped(self._run(), stop)
 
     async def _run(self) -> None:
         try:
@@ -181,16 +162,12 @@ class Job:
     async def _run_planned(self) -> None:
         """Render and plan, and run the planned part meanwhile."""
         with self._renderer.spool(self._directory):
-            try:
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(self._renderer.read(self._todo, self._rendered))
-                    await self._plan.start()
-                    await self._apply_priority()
-                    group.create_task(self._plan.grow())
-                    await self._dispatcher.run()
-            except BaseExceptionGroup as failures:
-                # The first failure cancelled the rest; it is the one to report.
-                raise failures.exceptions[0] from None
+            async with task_group() as group:
+                group.create_task(self._renderer.read(self._todo, self._rendered))
+                await self._plan.start()
+                await self._apply_priority()
+                group.create_task(self._plan.grow())
+                await self._dispatcher.run()
 
     async def _apply_priority(self) -> None:
         if self._priority:
@@ -207,3 +184,26 @@ class Job:
 def sharing_ratio(num_tokens: int, num_unique: int) -> float | None:
     """The share of tokens that prompts share. None if there are none."""
     return (num_tokens - num_unique) / num_tokens if num_tokens else None
+
+
+async def until_stopped(
+    work: Coroutine[Any, Any, T], stop: asyncio.Event | None
+) -> T | None:
+    """The result of ``work``, or None once ``stop`` is set, which cancels it."""
+    task = asyncio.ensure_future(work)
+    if stop is None:
+        return await task
+    stopped = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
+        if not task.done():
+            task.cancel()
+        result: T | None = None
+        try:
+            result = await task
+        except asyncio.CancelledError:
+            if not stop.is_set():
+                raise
+    return result

@@ -1,11 +1,10 @@
 """A job's plans: the first one, and better ones as answers come.
 
 The prompts are read once, for the prefix tree. A later plan has the same tree and other
-estimates of the output lengths, so it needs no prompts and takes tens of milliseconds
-for a hundred thousand requests. If the engine has several replicas, the job is split
-into a shard for each, and every shard has a plan of its own. Later plans move requests that
-have not been sent between the shards, so that all of them end together, also where replicas
-differ in speed, leave or join.
+estimates of the output lengths, and takes tens of milliseconds for a hundred thousand
+requests. If the engine has several replicas, each has a shard with a plan of its own. Later
+plans move requests that have not been sent between the shards, so that all of them end
+together, also where replicas differ in speed, leave or join.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class JobPlanner:
         numbers: int64 ``[n]``, the number of each request in the job.
         num_shards: replicas of the engine.
         progress: of the requests that a plan had before.
-        speeds: of the replicas. None: all are as fast. If none is there, the job is planned
-            as if all were, for one may come back.
+        speeds: of the replicas. None: all are as fast, as if none is there.
 
     Attributes:
         tree: the prefix tree of the requests that fit into the KV cache.
@@ -115,16 +113,14 @@ class JobPlanner:
         return len(self._numbers) + len(self._too_large)
 
     def observe(self, numbers: Int64s, output_len: Int32s) -> None:
-        """Improve the estimates with the output lengths of answered requests.
-
-        Later plans no longer begin with the sample.
+        """Improve the estimates with the output lengths of answered requests. Later plans
+        no longer begin with the sample.
 
         Args:
             numbers: int64 ``[k]``, the numbers of the requests in the job.
             output_len: int32 ``[k]``, in tokens. Of a request that still runs, the
-                tokens that it has so far, negated. Lengths above a request's
-                ``max_new_tokens`` are ignored, because such an answer has several
-                sequences, and so are those of requests that are too large.
+                tokens that it has so far, negated. Lengths above ``max_new_tokens`` are those of
+                several sequences, and are ignored.
         """
         place = self._place[numbers]
         fits = place >= 0
@@ -140,10 +136,9 @@ class JobPlanner:
     def observed_before(
         self, answers: Sequence[tuple[Int64s, Int32s]], sent: Bools
     ) -> None:
-        """Take over from the planner of fewer requests, before the first plan.
-
-        The sample has only unsent requests then. With answers, the estimates are good
-        enough for an order without it, but its requests still come first.
+        """Take over from the planner of fewer requests, before the first plan. The sample
+        has only unsent requests then, which come first although the estimates are good
+        enough without it.
 
         Args:
             answers: all that were observed, in the order of :meth:`observe`.
@@ -161,9 +156,9 @@ class JobPlanner:
         """A plan for each replica, from the answers observed so far.
 
         Args:
-            progress: where the requests are now. None if all may move.
-            speeds: of the replicas now, by their numbers: those that joined since the last
-                plan come last, those that left have a speed of 0. None: as in the last plan.
+            progress: where the requests are now. None if all may move. speeds: of the
+            replicas now, those that joined since the last plan last, 0 for those that
+                left. None: as in the last plan.
 
         Raises:
             ConfigError: there are speeds of fewer replicas than in the last plan.
@@ -207,21 +202,10 @@ class JobPlanner:
         estimates: OutputEstimates,
         too_large: Int64s,
     ) -> ShardPlan:
-        n = len(shard.index)
         own = estimates.take(shard.index)
         order = self._scheduled_order(shard, policy, own)
-        last = np.arange(n, n + len(too_large))
-        plan = Plan(
-            policy=policy,
-            order=np.concatenate([order.requests, last]),
-            too_large=last,
-            scan=order,
-            estimates=own,
-            tree=shard.tree,
-            fits=np.arange(n),
-            output_len=np.zeros(0, np.int32),
-        )
-        return ShardPlan(plan, np.concatenate([self._numbers[shard.index], too_large]))
+        plan = Plan(policy, order, own, shard.tree)
+        return ShardPlan(plan, self._numbers[shard.index], too_large)
 
     def _scheduled_order(
         self, shard: ShardJob, policy: str, own: OutputEstimates
@@ -236,9 +220,8 @@ class JobPlanner:
         first = np.flatnonzero(np.isin(shard.index, self._sample))
         if len(first):
             # The sample is depth-first.
-            position = np.empty(len(shard.index), np.int64)
-            position[shard.tree.order] = np.arange(len(shard.index))
-            order = order.beginning_with(first[np.argsort(position[first])])
+            by_leaf = np.argsort(shard.tree.position[first])
+            order = order.beginning_with(first[by_leaf])
         return by_adapter(order, shard.requests.adapter)
 
     @property
@@ -266,11 +249,8 @@ class JobPlanner:
         return next(name for name in orders if not POLICY_TABLE[name].by_length)
 
     def _choose(self, estimates: OutputEstimates) -> str:
-        """The policy that is fastest in a simulation of the largest shard.
-
-        Of a job that is too small for a sample, most lengths may be guesses. Then the
-        policy counts that is good for shorter and longer ones, too.
-        """
+        """The policy that is fastest in a simulation of the largest shard. Where most lengths are
+        guesses, that which is good for shorter and longer ones, too."""
         shard = max(self._shards.each, key=lambda shard: len(shard.index))
         own = estimates.take(shard.index)
         orders = {

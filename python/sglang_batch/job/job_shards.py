@@ -56,8 +56,7 @@ class JobShards:
         requests: without their prompts.
         replica: int32 ``[n]``, the replica of each request in the last plan, -1 for those
             that it did not have. None if there was none.
-        speeds: of the replicas. None: all are as fast. If none is there, the job is cut as
-            if all were, for one may come back.
+        speeds: of the replicas. None: all are as fast, as if none is there.
 
     Attributes:
         each: the shards.
@@ -84,8 +83,7 @@ class JobShards:
         self.speeds = speeds_for(speeds, num_shards)
         n = len(requests)
         # The far end of a shard that has no order yet is that of the tree.
-        self._far = np.empty(n)
-        self._far[tree.order] = np.arange(n)
+        self._far = tree.position.astype(np.float64)
         self._left_out = np.zeros(n, np.bool_)
         last = -1 if replica is None else int(replica.max(initial=-1))
         if last >= num_shards:
@@ -197,10 +195,8 @@ class JobShards:
     def _with_weight_reads(
         self, work: LeafWork, estimates: OutputEstimates
     ) -> LeafWork:
-        """Add each request's share of the weights that its decode steps read.
-
-        Small batches spend most of their time on them.
-        """
+        """Add each request's share of the weights that its decode steps read: most of a
+        small batch's time."""
         tree, limits = self._tree, self._machine.limits
         lengths = estimates.est_output_len[tree.order]
         own = tree.input_len - tree.depth[tree.leaf_parent]
@@ -213,8 +209,8 @@ class JobShards:
     def _leave_out(self, ended: Bools) -> None:
         """Leave requests that ended out of the next plans, which makes these small.
 
-        Their neighbours in the tree keep their prefixes. A request that was left out does
-        not come back: the schedulers have forgotten that it ended.
+        Their neighbours in the tree keep their prefixes. The schedulers have forgotten that
+        a request ended which was left out, so it does not come back.
         """
         for members in self._by_shard(self._tree.order):
             # A prefix is one of two requests or more, so a neighbour of each one to come
@@ -232,8 +228,8 @@ def _follow(
     """Keep requests in the shards that they were in, and put others with their siblings.
 
     Args:
-        replica: int32 by request, -1 for the others. These follow the request that has
-            most of their prompt, if any shares some.
+        replica: int32 by request, -1 for those that follow the request that has most of their
+            prompt, if any shares some.
         there: bool by replica. Nobody follows to one that is not there.
         shard: int32 by request, is changed.
     """
@@ -263,10 +259,12 @@ class ShardPlan:
 
     plan: refers to its requests by their positions in ``numbers``.
     numbers: int64 ``[n]``, the number of each request in the job.
+    too_large: int64, numbers of requests that need more KV than the replica has.
     """
 
     plan: Plan
     numbers: Int64s
+    too_large: Int64s
 
     @property
     def both_ends(self) -> bool:
@@ -275,19 +273,12 @@ class ShardPlan:
 
     @property
     def sides(self) -> tuple[Int64s, Int64s]:
-        """Numbers of the left and the right side, int64, each in the order of sending.
-
-        An order that is not taken from both ends is all left.
-        """
+        """Numbers of the left and the right side, int64, each in the order of sending. An
+        order that is not taken from both ends is all left."""
         scan = self.plan.scan
         order = self.numbers[scan.requests]
         num_left = scan.num_left if self.both_ends else len(order)
         return order[:num_left], order[num_left:][::-1]
-
-    @property
-    def too_large(self) -> Int64s:
-        """Numbers of the requests that need more KV than the replica has, int64."""
-        return self.numbers[self.plan.too_large]
 
     def for_scheduler(self, machine: Machine) -> JobPlan:
         return job_plan(self.plan, self.numbers, machine)

@@ -1,15 +1,15 @@
 """The plan of a running job: made early, extended as prompts arrive, improved by answers.
 
-A job is rendered while it runs. The first plan has the first stretch of its requests. At
-each doubling, and when the last request is rendered, the plan is extended to all that
-have been rendered. The last one is the plan of the whole job. In between, and after,
-plans learn from answers.
+The first plan has the first stretch of the job's requests. At each doubling, and when the last
+request is rendered, it is extended to all that have been rendered. In between, and after, plans
+learn from answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from dataclasses import dataclass
 
 from ..config import OfflineBatchConfig
@@ -33,8 +33,7 @@ FIRST_TOKENS = 1 << 20
 class PlanHints:
     """What the caller of a job knows of it.
 
-    expected_output_len: int32 by number, tokens that each request is expected to generate,
-        or ``UNKNOWN``. None: nothing is known.
+    expected_output_len: int32 by number, as of ``PlanRequests``. None: nothing is known.
     whole: whether nothing is sent before the whole job is planned.
     """
 
@@ -43,12 +42,9 @@ class PlanHints:
 
 
 class LivePlan:
-    """Plans one job, and has the engine and the dispatcher carry the plans out.
-
-    Attributes:
-        num_prompt_tokens, num_unique_tokens: of the requests planned so far. The latter are
-            those that are left with a perfect prefix cache.
-    """
+    """Plans one job, and has the engine and the dispatcher carry the plans out. It counts
+    the prompt tokens that were planned so far, and those that are left with a perfect
+    prefix cache."""
 
     def __init__(
         self,
@@ -79,7 +75,7 @@ class LivePlan:
         if (changes := self._engine.replica_changes) is not None:
             changes.watch(self._dispatcher.replicas_changed)
         if self._hints.whole:
-            await self._renderer.until_done()
+            await self._renderer.until(math.inf, math.inf)
         else:
             await self._renderer.until(FIRST_REQUESTS, FIRST_TOKENS)
         await self._extend()

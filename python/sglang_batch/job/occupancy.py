@@ -1,8 +1,7 @@
 """The tail of a job: the time at its end in which engines are less than half full.
 
-A few long answers can hold an engine for as long as all others together took. Its steps cost
-almost as much as a full engine's, as each of them reads the weights. As long as requests wait
-for room, an engine is full, however few it runs.
+A few long answers can hold an engine for as long as all others together took, at steps that
+cost almost as much as a full engine's. As long as requests wait for room, an engine is full.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ class Tail:
     """The tail of a job, over all replicas of the engine.
 
     engine_s: seconds of each replica, summed, after the last moment in which at least half as
-        many requests ran in it as when the last of all joined them. Those of one that is gone
-        end there.
+        many requests ran in it as when the last of all joined them, until it is gone.
     requests: how many ended in the tail.
     last: numbers of the last of them to end, the very last one first.
     """

@@ -9,11 +9,20 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import ExitStack, aclosing, contextmanager
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Sequence,
+)
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +39,35 @@ NO_LIMIT = 1 << 24
 KEPT_REQUESTS = 1 << 13
 KEPT_TOKENS = 1 << 21
 
+T = TypeVar("T")
 Indices = Sequence[int] | NDArray[np.int64]
 # A request with its rendered form, or with its error if it cannot be rendered.
 Rendered = tuple[BatchRequestInput, PreparedRequest | RequestOutput]
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """Tasks whose first failure cancels the rest, and is the one to report."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+async def in_order(work: Iterable[Awaitable[T]], most: int) -> AsyncGenerator[T]:
+    """The results of ``work`` in its order, ``most`` of which runs at a time."""
+    ahead: deque[asyncio.Future[T]] = deque()
+    try:
+        for each in work:
+            ahead.append(asyncio.ensure_future(each))
+            if len(ahead) == most:
+                yield await ahead.popleft()
+        while ahead:
+            yield await ahead.popleft()
+    finally:
+        for task in ahead:
+            task.cancel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +140,12 @@ class JobRenderer:
     async def read(
         self, numbers: Indices, on_rendered: Callable[[Rendered], None]
     ) -> None:
-        """Render these requests with their tokens, inside of :meth:`spool`.
-
-        ``on_rendered`` is called for each request, also for those that cannot be
-        rendered and are left out.
-        """
+        """Render these requests with their tokens, inside of :meth:`spool`. ``on_rendered``
+        is called for each, also for those that cannot be rendered and are left out."""
         spool = self._spool
         assert spool is not None
-        async with aclosing(self._render_in_order(numbers)) as rendered:
+        work = (self._render(int(number), tokenize=True) for number in numbers)
+        async with aclosing(in_order(work, self._render_lookahead)) as rendered:
             async for request, prepared in rendered:
                 on_rendered((request, prepared))
                 if isinstance(prepared, RequestOutput):
@@ -128,13 +161,7 @@ class JobRenderer:
         self.is_done = True
         self._grown.set()
 
-    async def until_done(self) -> None:
-        """Wait until :meth:`read` has ended."""
-        while not self.is_done:
-            self._grown.clear()
-            await self._grown.wait()
-
-    async def until(self, num_requests: int, num_tokens: int) -> None:
+    async def until(self, num_requests: float, num_tokens: float) -> None:
         """Wait until :meth:`read` has so many requests or tokens, or has ended."""
         spool = self._spool
         assert spool is not None
@@ -153,21 +180,6 @@ class JobRenderer:
         expected = self._expected_output_len[prompts.numbers]
         requests = replace(prompts.requests, expected_output_len=expected)
         return replace(prompts, requests=requests)
-
-    async def _render_in_order(self, numbers: Indices) -> AsyncGenerator[Rendered]:
-        """Render several requests at a time, and yield them in the given order."""
-        ahead: deque[asyncio.Task[Rendered]] = deque()
-        try:
-            for number in numbers:
-                render = self._render(int(number), tokenize=True)
-                ahead.append(asyncio.ensure_future(render))
-                if len(ahead) == self._render_lookahead:
-                    yield await ahead.popleft()
-            while ahead:
-                yield await ahead.popleft()
-        finally:
-            for task in ahead:
-                task.cancel()
 
     async def _render(self, number: int, *, tokenize: bool) -> Rendered:
         request = self._requests[number]

@@ -1,14 +1,13 @@
 """The unsent and the in-flight requests of each replica of the engine.
 
-A replica that tells which requests it runs is sent few others ahead. What was sent cannot
-move to another replica any more, while the scheduler needs requests to choose from: the
-siblings of a prefix, and both ends of an order. Twice what joined a step lately is enough
-until the answers of that step have been replaced.
+A replica that tells which requests it runs is sent few others ahead: what was sent cannot
+move to another replica any more, while the scheduler needs requests to choose from. Twice what
+joined a step lately is enough until the answers of that step have been replaced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -26,8 +25,8 @@ _LATELY = 0.75
 class SendQueue:
     """Numbers of unsent requests, int64, in the order of sending."""
 
-    def __init__(self, numbers: Int64s) -> None:
-        self._numbers = numbers
+    def __init__(self, numbers: Int64s | Sequence[int] = ()) -> None:
+        self._numbers = numbers = np.asarray(numbers, np.int64)
         self._begin = 0
         self._held = len(numbers)
 
@@ -40,11 +39,7 @@ class SendQueue:
         return self._numbers[self._begin :]
 
     def hold(self, *, all_of_it: bool = False) -> Int64s:
-        """Keep the far half, and return the nearer one, which may be sent.
-
-        Args:
-            all_of_it: keep everything.
-        """
+        """Keep the far half, or ``all_of_it``, and return the nearer one, which may be sent."""
         if all_of_it:
             self._held = self._begin
             return self._numbers[:0]
@@ -74,22 +69,20 @@ class Replica:
     index: None where the engine chooses the replica.
     sides: the left and the right side of the order.
     tells: whether it tells which requests it runs. One of several is sent few others then.
-    is_live: whether it takes requests. One that is gone keeps those that were not sent until
-        the next plan.
+    is_live: whether it takes requests. One that is gone keeps its unsent ones until the next plan.
     rest: sent after both sides: requests that are too large.
     returned: numbers of requests that it had when it was lost.
     in_flight: the side of each request in flight, by its number.
-    occupancy: of the requests that it runs. One that does not tell is taken to run all that
-        are in flight.
+    occupancy: of the requests that it runs: all in flight where it does not tell.
     """
 
     def __init__(self, index: int | None, *, tells: bool = False) -> None:
         self.index = index
         self._tells = tells
         self._few_ahead = tells and index is not None
-        self.sides = (empty_queue(), empty_queue())
+        self.sides = (SendQueue(), SendQueue())
         self.is_live = True
-        self.rest = empty_queue()
+        self.rest = SendQueue()
         self.returned: list[int] = []
         self.in_flight: dict[int, int] = {}
         self._windows = [0, 0]
@@ -108,11 +101,7 @@ class Replica:
         self._windows = [window - right, right]
 
     def reassign_in_flight(self, right: Int64s) -> None:
-        """Count the requests in flight on their sides of a new plan.
-
-        Args:
-            right: numbers of all requests on the new plan's right side.
-        """
+        """Count the requests in flight on their sides of a new plan, with these on the right."""
         numbers = np.fromiter(self.in_flight, np.int64, len(self.in_flight))
         sides = np.where(np.isin(numbers, right), RIGHT, LEFT)
         self.in_flight = dict(zip(numbers.tolist(), sides.tolist(), strict=True))
@@ -171,10 +160,8 @@ class Replica:
         return self.sides[side]
 
     def has_window(self, side: int) -> bool:
-        """Whether one more request of a side may be sent.
-
-        A side with nothing left to send leaves its window to the other.
-        """
+        """Whether one more request of a side may be sent. A side with nothing left to send
+        leaves its window to the other."""
         if not self.is_live or len(self.in_flight) >= self.window:
             return False
         if self._few_ahead and self._num_ahead[side] >= self.most_ahead:
@@ -216,10 +203,6 @@ class Replica:
             self.occupancy.ended(number, self._num_running)
         self._no_longer_ahead(number)
         self._num_in_flight[self.in_flight.pop(number)] -= 1
-
-
-def empty_queue() -> SendQueue:
-    return SendQueue(np.zeros(0, np.int64))
 
 
 def divide_window(window: int, num_replicas: int) -> list[int]:

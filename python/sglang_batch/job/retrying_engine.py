@@ -19,7 +19,7 @@ from ..request import (
     attempt_request_id,
     line_request_id,
 )
-from .engine import Engine, ForwardingEngine, PreparedRequest
+from .engine import Engine, ForwardingEngine, Forwards, PreparedRequest
 from .engine_time import Account, work_of
 
 # HTTP statuses of errors that may not recur.
@@ -32,9 +32,9 @@ PREFILL_LOST = "prefill_lost"
 MOST_LOSSES = 5
 
 
-@dataclass(frozen=True, slots=True)
-class _PreparedLine:
-    """A line of the job, and the request that the engine rendered from it.
+@dataclass(frozen=True)
+class _PreparedLine(Forwards):  # type: ignore[misc]
+    """A line of the job, with all that the request has which the engine rendered from it.
 
     num_stored: tokens of its prompt if it was stored.
     """
@@ -44,54 +44,22 @@ class _PreparedLine:
     prepared: Any
     num_stored: int = 0
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.prepared, name)
+
     @property
     def num_tokens(self) -> int:
         """Tokens of its prompt, as far as they are known."""
-        return self.num_stored or len(self.input_ids or ())
-
-    @property
-    def input_ids(self) -> list[int] | None:
-        ids: list[int] | None = self.prepared.input_ids
-        return ids
-
-    @property
-    def has_media(self) -> bool:
-        has: bool = self.prepared.has_media
-        return has
-
-    @property
-    def adapter(self) -> str:
-        name: str = self.prepared.adapter
-        return name
-
-    @property
-    def namespace(self) -> str:
-        name: str = self.prepared.namespace
-        return name
-
-    @property
-    def shareable_len(self) -> int | None:
-        most: int | None = self.prepared.shareable_len
-        return most
-
-    @property
-    def max_new_tokens(self) -> int | None:
-        most: int | None = self.prepared.max_new_tokens
-        return most
-
-    @property
-    def ignore_eos(self) -> bool:
-        return bool(self.prepared.ignore_eos)
+        return self.num_stored or len(self.prepared.input_ids or ())
 
 
 class RetryingEngine(ForwardingEngine):
     """An :class:`~sglang_batch.job.engine.Engine` that retries transient errors.
 
     A line answered with a transient error is rendered and sent again, in at most
-    ``config.max_line_attempts`` attempts, but not one whose answer was generated. A line
-    whose prefill server is gone is sent to another one, or when one is back, which is no
-    attempt. A line without an answer ``config.line_timeout_s`` seconds after it began to
-    run is aborted and answered with HTTP 408.
+    ``config.max_line_attempts`` attempts, but not one whose answer was generated. A line whose
+    prefill server is gone is sent again without an attempt being counted. A line without an
+    answer ``config.line_timeout_s`` seconds after it began to run is aborted with HTTP 408.
 
     Attributes:
         in_flight: indices of the lines that are in the engine.

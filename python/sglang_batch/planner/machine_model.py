@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from ..errors import ConfigError
@@ -12,13 +12,12 @@ from .costs.model_spec import ModelSpec
 
 
 class PoolShares(NamedTuple):
-    """Who holds how much.
+    """Who holds how much of a pool.
 
-    capacity: units that requests and prefixes may hold together, tokens or states. 0: the
-        model has no such pool.
+    capacity: tokens or states of requests and prefixes together. 0: there is no such pool.
     row_units: units of each running request besides those of its tokens.
-    prompt_tokens: most tokens of a request's own prompt that it holds KV of.
-    answer_tokens: the same for its answer.
+    prompt_tokens, answer_tokens: most tokens of a request's own prompt, and of its answer, that
+        it holds KV of.
     prefix_tokens: the same for a shared prefix.
     prefix_units: units of each shared prefix besides those of its tokens: 1 if it can be
         used only at a token whose state is kept.
@@ -36,10 +35,8 @@ NO_POOL = PoolShares(0)
 
 
 def of_states(states: int) -> PoolShares:
-    """A pool of recurrent states.
-
-    A running request has one, and one that it took up or left in the cache is locked.
-    """
+    """A pool of recurrent states: a running request has one, and one that it took up or left in
+    the cache is locked."""
     # One more while a prompt is put into the cache, before its last state is unlocked.
     return PoolShares(max(1, states - 1), row_units=2, prefix_units=1)
 
@@ -52,8 +49,7 @@ def of_windows(
     Args:
         capacity: tokens in it.
         window: tokens before the end of a prefix that make it usable, in whole pages.
-        late: decode steps after which the engine frees tokens that have left a window. What a
-            prompt leaves behind is freed after the step that computes it.
+        late: decode steps after which the engine frees tokens that have left a window.
     """
     return PoolShares(
         capacity - min(step_tokens, capacity // 2),
@@ -78,8 +74,7 @@ def has_room(
     """Whether a waiting request fits.
 
     Args:
-        held: units of running requests.
-        units: the share of the request.
+        held, units: units of running requests, and the share of the request.
         num_prefixes: shared prefixes in use once it has joined.
         margin: share of the pool to leave free.
     """
@@ -108,15 +103,12 @@ class EngineLimits:
     """Settings of the simulated engine.
 
     kv_capacity_tokens: KV cache size in tokens.
-    step_tokens: most tokens in a step, prompts and decodes together. SGLang calls it
-        ``chunked_prefill_size`` when chunks are mixed.
-    page_size: tokens in a page, the unit in which KV is allocated and prefixes are
-        shared.
+    step_tokens: most tokens in a step, prompts and decodes together
+        (``chunked_prefill_size`` of SGLang when chunks are mixed).
+    page_size: tokens in a page, the unit in which KV is allocated and prefixes are shared.
     max_running: most requests running at once. None: as many as the KV cache holds.
     min_step_tokens: prompt tokens that the dual scanner may always compute in a step,
         whatever the density, so that the right side gets started.
-    batch_multiple: tokens of a step are a multiple of this as far as prompts allow, and
-        a step is charged for a whole multiple. BlendServe (section 4) uses 128.
     closed_loop: whether the dual scanner's prefill budget follows the needs of each
         step. False: the average of BlendServe's Algorithm 3.
     plan_aware_eviction: evict the prefix whose next use is furthest away. False: evict
@@ -124,21 +116,19 @@ class EngineLimits:
     as_sglang: simulate SGLang with the offline scheduler. False: a textbook engine,
         where each output token takes a decode step, siblings share a prefix in the step
         that computes it, and a retracted request computes its KV again. In SGLang the
-        first output token comes with the prompt. Siblings wait for the following step.
+        first output token comes with the prompt, and siblings wait for the following step.
         A request holds its KV for one step after its last one, and decodes in that step
         too unless it ended by its limit. KV is allocated as prompts are computed. At
-        most one prompt is partly computed, and it is continued first. Retracted
-        requests are offloaded. The free KV margin and the estimates adapt to observed
-        lengths.
+        most one prompt is partly computed, and it is continued first. Retracted requests
+        are offloaded. The free KV margin and the estimates adapt to observed lengths.
     dense: whether KV is as many rows times the longest of them, as in dense batches.
-    prefetches: whether KV on the host comes back while steps run, as with the setting
-        ``prefetch_bytes``. SGLang parks rows in a switch of batches only then.
+    prefetches: whether KV on the host comes back while steps run (``prefetch_bytes``).
+        SGLang parks rows in a switch of batches only then.
     overlapped: whether SGLang schedules a step while the last one runs, and so learns one
         step late that a request has ended.
     second_pool: of a model with sliding windows or recurrent states, the pool that keeps
         them. With ``as_sglang`` and ``plan_aware_eviction``, prompts of models with states
-        are cut where a state is kept, and a prefix can be used only there. Other engines
-        have states everywhere.
+        are cut where a state is kept. Other engines have states everywhere.
     max_waiting: most requests that wait in the engine, from which batches of similar
         length are formed. None for all of the job.
 
@@ -151,7 +141,6 @@ class EngineLimits:
     page_size: int = 1
     max_running: int | None = None
     min_step_tokens: int = 512
-    batch_multiple: int = 1
     closed_loop: bool = True
     plan_aware_eviction: bool = True
     as_sglang: bool = False
@@ -168,18 +157,11 @@ class EngineLimits:
         return by_plan and self.second_pool.prefix_units > 0
 
     def __post_init__(self) -> None:
-        for name in (
-            "kv_capacity_tokens",
-            "step_tokens",
-            "page_size",
-            "min_step_tokens",
-            "batch_multiple",
-            "max_running",
-            "max_waiting",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value!r} must be 1 or more.")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_number = value is not None and not isinstance(value, bool | PoolShares)
+            if is_number and value < 1:
+                raise ConfigError(f"{field.name}={value!r} must be 1 or more.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +175,8 @@ class Machine:
 def second_pool(
     model: ModelSpec, kv_tokens: int, step_tokens: int, tp: int = 1
 ) -> tuple[PoolShares, int | None]:
-    """The pool for states or windows that SGLang makes next to so many tokens of KV.
-
-    Returns:
-        It, and the most requests that run at once. None: as many as the KV holds.
-    """
+    """The pool for states or windows that SGLang makes next to so many tokens of KV, and the most
+    requests that run at once. None: as many as the KV holds."""
     states = num_states(model, kv_tokens, tp)
     if states:
         return of_states(states), max(1, states // STATES_PER_ROW)

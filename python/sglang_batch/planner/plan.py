@@ -5,7 +5,7 @@
     PlanRequests -> prefix tree -> output lengths -> order -> simulator -> Plan
 
 :class:`Candidates` is a job with everything that is known of it, and its simulated run under
-any policy. Plans and predictions are both made from it.
+any policy, for predictions. ``job.job_planner`` makes the plans of a running job.
 
 ``auto`` simulates every order with random lengths from the estimates' distribution and
 takes the fastest. Of equally fast ones it takes the first in ``config.ORDERS``. The
@@ -16,12 +16,11 @@ that can only follow an order is sent the admission order of the simulated run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from ..config import AUTO, DENSE_ORDERS, ORDERS, PAGED_ORDERS
-from .costs.bounds import Bounds, lower_bounds
+from ..config import DENSE_ORDERS, ORDERS, PAGED_ORDERS
 from .machine_model import Machine
 from .ordering.order import Order, OrderSettings
 from .ordering.order_functions import make_order
@@ -56,10 +55,8 @@ def orders_for(machine: Machine) -> tuple[str, ...]:
 
 
 def best(*draws: Mapping[str, Simulation]) -> str:
-    """The policy that ``auto`` takes: the first of ``ORDERS`` as good as the fastest.
-
-    A simulation is no better than its output lengths, so policies within ``TIE`` of the
-    best count as equal, and noise does not decide.
+    """The policy that ``auto`` takes: the first of ``ORDERS`` within ``TIE`` of the fastest, as a
+    simulation is no better than its output lengths.
 
     Args:
         draws: the runs of all policies, for each draw of output lengths. With several, the
@@ -79,10 +76,8 @@ class Candidates:
     """The requests of a job that fit into a machine, renumbered from 0.
 
     Attributes:
-        fits: int64 ``[n]``, their indices in the job.
-        too_large: int64, indices in the job of requests that need more KV than the
-            machine has: the prompt and the known output, or one token of it, do not
-            fit.
+        fits, too_large: int64, indices in the job of those that fit, and of those whose prompt
+            and known output, or one token of it, need more KV than the machine has.
         requests, tree: the requests that fit.
         estimates: of their output lengths.
         output_len: int32 ``[n]``, the lengths that runs are simulated with: the true
@@ -99,16 +94,13 @@ class Candidates:
         true_output_len: Int32s | None = None,
         default_output_len: int | None = None,
     ) -> None:
-        """
-        Args:
+        """Args:
             observed: answers that the estimates may use.
             true_output_len: int32, of all requests of the job.
-            default_output_len: estimated tokens of a request until an answer was
-                observed. None: see :func:`~.output_lengths.estimates.prior_output_len`.
+            default_output_len: as of :class:`OutputLengthEstimator`.
 
         Raises:
-            InputError: ``default_output_len`` is below 1, or an observed length is
-                negative.
+            InputError: ``default_output_len`` is below 1, or a length is negative.
         """
         self.machine = machine
         self._settings = settings
@@ -138,11 +130,7 @@ class Candidates:
             self.output_len = np.maximum(np.minimum(drawn, free), 1).astype(np.int32)
 
     def order(self, policy: str) -> Order:
-        """The order of one policy.
-
-        Raises:
-            ConfigError: the policy is unknown.
-        """
+        """The order of one policy. Raises ConfigError if it is unknown."""
         return make_order(
             policy,
             self.tree,
@@ -155,11 +143,8 @@ class Candidates:
         )
 
     def run(self, policy: str) -> PolicyRun:
-        """The order of one policy and the job's simulated run in it, computed once.
-
-        Raises:
-            ConfigError: the policy is unknown.
-        """
+        """The order of one policy and the job's simulated run in it, computed once. Raises
+        ConfigError if the policy is unknown."""
         if policy not in self._runs:
             order = self.order(policy)
             simulation = simulate(
@@ -178,80 +163,13 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Decisions about a job before it runs.
+    """The order of requests that are numbered from 0, for the scheduler.
 
-    policy: the order's name. For ``auto``, the order that it chose.
-    order: int64, the requests in the order in which they are sent. Those in
-        ``too_large`` come last: the engine decides about them.
-    too_large: int64, requests that need more KV than the machine has.
-    scan: the order for the scheduler, without ``too_large``. Its requests are numbered
-        as in the job.
-    estimates: output lengths of the requests that fit.
-    tree: the prefix tree of the requests that fit, numbered from 0 among themselves.
-    fits: int64, the requests that fit.
-    output_len: int32, the lengths that were simulated, of the requests that fit.
-    predicted: by policy, the simulated run. Empty unless something was simulated.
+    policy: the order's name. For ``auto``, of the order that it chose.
+    estimates, tree: output lengths and prefix tree of the requests.
     """
 
     policy: str
-    order: Int64s
-    too_large: Int64s
     scan: Order
     estimates: OutputEstimates
     tree: PrefixTree
-    fits: Int64s
-    output_len: Int32s
-    predicted: dict[str, Simulation] = field(default_factory=dict)
-
-    def bounds(self, machine: Machine) -> Bounds:
-        """Lower bounds of the makespan for the lengths that were simulated."""
-        return lower_bounds(
-            self.tree,
-            machine.cost,
-            self.output_len,
-            machine.limits.kv_capacity_tokens,
-            as_sglang=machine.limits.as_sglang,
-        )
-
-
-def make_plan(
-    requests: PlanRequests,
-    machine: Machine,
-    policy: str = AUTO,
-    *,
-    settings: OrderSettings | None = None,
-    observed: Observed | None = None,
-    compare: tuple[str, ...] = (),
-) -> Plan:
-    """Plan a job.
-
-    Args:
-        observed: answers that the estimates are learnt from.
-        compare: further policies to simulate.
-
-    Raises:
-        ConfigError: a policy is unknown.
-    """
-    job = Candidates(requests, machine, settings or OrderSettings(), observed=observed)
-    simulated = orders_for(machine) if policy == AUTO else ()
-    names = dict.fromkeys((*simulated, *compare))
-    predicted = {name: job.run(name).simulation for name in names}
-    chosen = policy
-    if policy == AUTO:
-        chosen = best({name: predicted[name] for name in simulated})
-    scan = job.order(chosen)
-    sent = scan.requests
-    if scan.is_dynamic:
-        predicted[chosen] = job.run(chosen).simulation
-        sent = job.run(chosen).sent
-    return Plan(
-        policy=chosen,
-        order=np.concatenate([job.fits[sent], job.too_large]),
-        too_large=job.too_large,
-        scan=scan.renumbered(job.fits),
-        estimates=job.estimates,
-        tree=job.tree,
-        fits=job.fits,
-        output_len=job.output_len,
-        predicted=predicted,
-    )

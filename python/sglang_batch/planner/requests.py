@@ -33,11 +33,10 @@ class PlanRequests:
     max_new_tokens: int32 ``[n]``, most tokens that a request may generate.
     known_output_len: int32 ``[n]``, tokens that a request will generate, if that is
         known beforehand (``ignore_eos``, a fixed generation), else ``UNKNOWN``.
-    adapter: int32 ``[n]``, the number of the LoRA adapter that a request runs with, 0
-        for the model alone. None if no request has one. Prompts of different adapters
-        begin with different tokens.
-    expected_output_len: int32 ``[n]``, tokens that a request is expected to generate, from
-        earlier answers to its prompt, else ``UNKNOWN``. None if nothing is expected of any.
+    adapter: int32 ``[n]``, the number of each request's LoRA adapter, 0 for the model alone.
+        None if no request has one. Prompts of different adapters begin with different tokens.
+    expected_output_len: int32 ``[n]``, tokens by earlier answers to the prompt, else
+        ``UNKNOWN``. None if nothing is expected of any.
     """
 
     tokens: Int32s

@@ -151,12 +151,8 @@ _CHANGES = "* changes the answers: compare some of them first."
 
 @dataclass(frozen=True, slots=True)
 class ChoiceReport:
-    """What ``--choose`` found.
-
-    job: its name and size, in words.
-    command: the command line that SGLang's options are added to.
-    prompt_tokens, output_tokens: of the job, the latter as simulated.
-    """
+    """What ``--choose`` found: the job's name and size, the command line that SGLang's options are
+    added to, and tokens of the job as simulated."""
 
     job: str
     command: str

@@ -27,11 +27,11 @@ from .calibration.decode_shapes import MIN_ROWS
 from .models import MODELS
 from .synthetic_jobs import (
     DEFAULT_NUM_REQUESTS,
-    BlendJob,
-    GroupsJob,
-    IndustryJob,
-    LengthsJob,
-    TraceJob,
+    blend_job,
+    groups_job,
+    industry_job,
+    lengths_job,
+    trace_job,
 )
 
 _PLAN_EPILOG = """\
@@ -169,30 +169,30 @@ def add_simulate(commands: Subparsers, run: Callable[..., int]) -> None:
     add_machine(simulate, hardware=DEFAULT_HARDWARE)
     add_choice(simulate)
     _add_output(simulate)
-    simulate.set_defaults(run=run, job=TraceJob(1))
+    simulate.set_defaults(run=run, job=trace_job("1"))
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("job, one of")
     job = group.add_mutually_exclusive_group()
     job.add_argument(
-        "--trace", type=TraceJob.parse, dest="job", metavar="{1,2,3,4}",
+        "--trace", type=trace_job, dest="job", metavar="{1,2,3,4}",
         help="one of BlendServe's four traces: compute density 1.4, 0.9, 1.4, 0.9 and "
         "prefix sharing ratio 0.35, 0.35, 0.05, 0.05 (default: 1)",
     )  # fmt: skip
     job.add_argument(
-        "--blend", type=BlendJob.parse, dest="job", metavar="DENSITY,SHARING",
+        "--blend", type=blend_job, dest="job", metavar="DENSITY,SHARING",
         help="mix of BurstGPT, OpenVid and MMLU requests with this compute density and "
         "prefix sharing ratio",
     )  # fmt: skip
     job.add_argument(
-        "--groups", type=GroupsJob.parse, dest="job",
+        "--groups", type=groups_job, dest="job",
         metavar="PREFIX,DISTINCT,DEGREE,OUTPUT",
         help="groups of DEGREE requests that share PREFIX prompt tokens; each has "
         "DISTINCT prompt tokens of its own and generates OUTPUT tokens",
     )  # fmt: skip
     job.add_argument(
-        "--industry", action="store_const", const=IndustryJob(), dest="job",
+        "--industry", action="store_const", const=industry_job(), dest="job",
         help="queries on documents, like BatchLLM's industry workload",
     )  # fmt: skip
     job.add_argument(
@@ -217,7 +217,7 @@ class _StoreLengths(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        setattr(namespace, self.dest, LengthsJob(values))
+        setattr(namespace, self.dest, lengths_job(values))
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -371,10 +371,7 @@ def check_choice(options: argparse.Namespace) -> None:
 
 
 def boxes(options: argparse.Namespace, default: str) -> list[Box]:
-    """The servers of ``--fleet`` or ``--hardware``.
-
-    Args:
-        default: device without either option.
+    """The servers of ``--fleet`` or ``--hardware``, or of the ``default`` device.
 
     Raises:
         ConfigError: one of them is not understood.

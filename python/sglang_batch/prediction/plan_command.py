@@ -6,15 +6,12 @@ import argparse
 import asyncio
 import shlex
 from array import array
-from collections import deque
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from ..batch_api.equal_requests import find_equal
@@ -23,6 +20,7 @@ from ..config import AUTO, PAGED_ORDERS
 from ..errors import ConfigError, InputError
 from ..inputs.local_input import LocalInput
 from ..inputs.staging import Staging
+from ..job.rendering import in_order
 from ..planner.costs.hardware import HardwareSpec, Parallelism, match_hardware
 from ..planner.costs.model_spec import ModelSpec
 from ..planner.machine_model import Machine, min_step_tokens
@@ -264,14 +262,9 @@ def timed_machine(
     device: HardwareSpec,
     tp: int,
 ) -> tuple[Machine, str]:
-    """With the limits of the arguments, and the costs of steps that were timed here.
-
-    Args:
-        machine: by the datasheet of ``tp`` of these devices.
-
-    Returns:
-        It, and where its costs are from, empty for the datasheet.
-    """
+    """A machine by the datasheet of ``tp`` devices, with the limits of the arguments and
+    the costs of steps that were timed here; and where its costs are from, empty for the
+    datasheet."""
     limits = machine.limits
     if most := server_args.max_total_tokens:
         capacity = min(limits.kv_capacity_tokens, most)
@@ -306,13 +299,9 @@ LOOKAHEAD = 32
 
 @dataclass(frozen=True, slots=True)
 class RenderedFile:
-    """The prompts of a file. A line can have several.
-
-    custom_ids: the line of each prompt.
-    refused: lines that SGLang cannot render.
-    num_merged: lines that get the answer of an equal one, and are not rendered.
-    model_config: the model's config.json.
-    """
+    """The prompts of a file, of which a line can have several, with the line of each; lines
+    that SGLang cannot render; lines that get the answer of an equal one; the model's
+    config.json."""
 
     requests: PlanRequests
     custom_ids: list[str]
@@ -325,24 +314,27 @@ async def render_file(
     file: BatchFile, renderer: Renderer, spool: TokenSpool, dedupe: str
 ) -> RenderedFile:
     """Render every line that would be computed, and keep its tokens, in ``spool``, and its
-    lengths.
-
-    Args:
-        dedupe: see :class:`~sglang_batch.config.OfflineBatchConfig`.
-    """
+    lengths."""
     valid = np.setdiff1d(np.arange(len(file)), np.array(list(file.invalid), np.int64))
     equal = find_equal(file, valid, dedupe)
     custom_ids: list[str] = []
     refused: list[LeftOut] = []
     max_new_tokens, known = array("q"), array("q")
     adapters, adapter = {"": 0}, array("i")
+
+    async def render(
+        number: np.int64,
+    ) -> tuple[BatchRequestInput, RenderedRequest | str]:
+        request = file[int(number)]
+        return request, await renderer.render(request)
+
     with tqdm(
         total=len(equal.todo),
         desc="Rendering",
         unit="req",
         dynamic_ncols=True,
     ) as bar:
-        async for request, found in _rendered_in_order(file, equal.todo, renderer):
+        async for request, found in in_order(map(render, equal.todo), LOOKAHEAD):
             bar.update()
             if isinstance(found, str):
                 refused.append(LeftOut(request.custom_id, found))
@@ -367,18 +359,3 @@ async def render_file(
         equal.num_merged,
         renderer.model_config,
     )
-
-
-async def _rendered_in_order(
-    file: BatchFile, numbers: NDArray[np.int64], renderer: Renderer
-) -> AsyncGenerator[tuple[BatchRequestInput, RenderedRequest | str]]:
-    ahead: deque[tuple[BatchRequestInput, asyncio.Task[RenderedRequest | str]]]
-    ahead = deque()
-    for number in numbers.tolist():
-        request = file[number]
-        ahead.append((request, asyncio.create_task(renderer.render(request))))
-        if len(ahead) == LOOKAHEAD:
-            first, task = ahead.popleft()
-            yield first, await task
-    for request, task in ahead:
-        yield request, await task

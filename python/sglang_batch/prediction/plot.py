@@ -10,7 +10,7 @@ import numpy as np
 from ..config import ORDERS, POLICY_TABLE
 from ..planner.requests import Floats, Int64s
 from ..planner.simulator.simulator import Simulation
-from .report import Forecast, Measured, Report, time_unit
+from .report import Measured, Report, time_unit
 
 # Two colours for compute and memory and two for policies, distinct in grey print too.
 COMPUTE, MEMORY = "#d1495b", "#2e6f95"
@@ -59,47 +59,40 @@ def plot(report: Report, path: Path) -> None:
     """Draw all policies against the bounds, and how busy two of them keep the device.
 
     The upper panels have a bar for each policy: its time, with the tightest bound as a
-    line, and the share of prompt tokens that it finds in the cache, with the share that
-    a perfect cache would have. Those below show the share of the time that arithmetic
-    and memory are busy, for the chosen policy and one to compare it with. The last ones
-    show the KV length of the rows that run: their mean, and the longest.
+    line, and the share of prompt tokens that it finds in the cache, with that of a perfect cache.
+    Those below show how busy arithmetic and memory are, for the chosen policy and one to compare it
+    with, and the KV length of the rows that run: their mean, and the longest.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
+    forecast, policies = report.forecast, _policies(report)
+    bars = 1.2 + 0.34 * len(forecast.runs)
     with matplotlib.rc_context(_STYLE):
-        policies = _policies(report)
-        height = 7.6 + 0.34 * len(report.forecast.runs)
         # A figure of its own, not pyplot's: no window system, no global state.
-        figure = Figure(figsize=(12, height), dpi=150, layout="constrained")
-        grid = figure.add_gridspec(
-            3, 2, height_ratios=(1.2 + 0.34 * len(report.forecast.runs), 3.2, 2.4)
-        )
+        figure = Figure(figsize=(12, 6.4 + bars), dpi=150, layout="constrained")
+        grid = figure.add_gridspec(3, 2, height_ratios=(bars, 3.2, 2.4))
         times = figure.add_subplot(grid[0, 0])
         _draw_times_of_policies(times, report)
         _draw_cached_shares(figure.add_subplot(grid[0, 1], sharey=times), report)
-        longest = max(
-            report.forecast.runs[policy].simulation.seconds for policy in policies
-        )
+        longest = max(forecast.runs[name].simulation.seconds for name in policies)
         both = len(policies) == 2
         columns = [slice(0, 1), slice(1, 2)] if both else [slice(0, 2)]
-        below = [figure.add_subplot(grid[1, place]) for place in columns]
-        for axes, policy in zip(below, policies, strict=True):
-            _draw_busy(axes, report.forecast, policy, longest)
-        below[0].set_ylabel("share of the time busy")
-        below[0].legend(loc="upper right", ncols=2)
-        last: list[Any] = []
-        for place, policy in zip(columns, policies, strict=True):
-            sharey = last[0] if last else None
-            axes = figure.add_subplot(grid[2, place], sharey=sharey)
-            _draw_lengths(axes, report.forecast, policy, longest)
-            last.append(axes)
-        last[0].set_ylabel("tokens of KV of a row")
-        last[0].legend(loc="lower right", ncols=2)
-        tokens = report.forecast.tree.num_tokens
+        for row, draw, name, place in (
+            (1, _draw_busy, "share of the time busy", "upper right"),
+            (2, _draw_lengths, "tokens of KV of a row", "lower right"),
+        ):
+            first: Any = None
+            for column, policy in zip(columns, policies, strict=True):
+                axes = figure.add_subplot(grid[row, column], sharey=first)
+                draw(axes, forecast.runs[policy].simulation, longest)
+                _label_times(axes, longest, f"{policy}: {axes.get_title()}")
+                first = first or axes
+            first.set_ylabel(name)
+            first.legend(loc=place, ncols=2)
         figure.suptitle(
-            f"{_beginning(report.job)}: {report.forecast.tree.num_requests:,} requests, "
-            f"{tokens:,} prompt tokens\n"
+            f"{_beginning(report.job)}: {forecast.tree.num_requests:,} requests, "
+            f"{forecast.tree.num_tokens:,} prompt tokens\n"
             f"{_end(report.machine.model)} on {report.machine.devices}",
             x=0.01, ha="left", fontsize=13, fontweight="bold",
         )  # fmt: skip
@@ -123,19 +116,14 @@ def _draw_times_of_policies(axes: Any, report: Report) -> None:
         f"{unit.text(value)}  ({value / bound - 1:.1%} above the bound)"
         for value in seconds
     ]
-    _draw_bars(axes, report, [value / unit.seconds for value in seconds], labels)
-    axes.axvline(
-        bound / unit.seconds, color="black", linestyle="--", linewidth=1.4,
-        label=f"no schedule is faster: {unit.text(bound)}",
-    )  # fmt: skip
+    line = f"no schedule is faster: {unit.text(bound)}"
+    values = [value / unit.seconds for value in seconds]
+    _draw_bars(axes, report, values, labels, (bound / unit.seconds, line))
     # Room for the labels behind the bars.
     axes.set_xlim(0, 1.95 * max(seconds) / unit.seconds)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.set_xlabel(f"time ({unit.name})")
     axes.set_title("Predicted time of each policy")
-    axes.legend(
-        loc="lower left", bbox_to_anchor=(0.0, -0.02), frameon=True, edgecolor="none"
-    )
 
 
 def _draw_cached_shares(axes: Any, report: Report) -> None:
@@ -146,25 +134,25 @@ def _draw_cached_shares(axes: Any, report: Report) -> None:
         for name in forecast.ranking
     ]
     possible = forecast.tree.prefix_sharing_ratio
-    _draw_bars(axes, report, shares, [f"{share:.1%}" for share in shares])
-    axes.axvline(
-        possible, color="black", linestyle="--", linewidth=1.4,
-        label=f"a perfect cache: {possible:.1%}",
-    )  # fmt: skip
+    labels = [f"{share:.1%}" for share in shares]
+    line = f"a perfect cache: {possible:.1%}"
+    _draw_bars(axes, report, shares, labels, (possible, line))
     axes.set_xlim(0, 1.15)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_xlabel("share of the prompt tokens")
     axes.set_title("Prompt tokens found in the cache")
     axes.tick_params(labelleft=False)
-    axes.legend(
-        loc="lower left", bbox_to_anchor=(0.0, -0.02), frameon=True, edgecolor="none"
-    )
 
 
 def _draw_bars(
-    axes: Any, report: Report, values: list[float], labels: list[str]
+    axes: Any,
+    report: Report,
+    values: list[float],
+    labels: list[str],
+    best: tuple[float, str],
 ) -> None:
+    """A bar for each policy, and a line at the best possible value with its name."""
     ranking = report.forecast.ranking
     colours = [CHOSEN if name == report.chosen else OTHER for name in ranking]
     bars = axes.barh(range(len(ranking)), values, height=0.66, color=colours)
@@ -173,13 +161,16 @@ def _draw_bars(
     # The fastest on top, and room below for the legend.
     axes.set_ylim(len(ranking) + 0.4, -0.6)
     axes.grid(visible=False, axis="y")
+    axes.axvline(best[0], color="black", linestyle="--", linewidth=1.4, label=best[1])
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0.0, -0.02), frameon=True, edgecolor="none"
+    )
 
 
-def _draw_busy(axes: Any, forecast: Forecast, policy: str, longest: float) -> None:
-    simulation = forecast.runs[policy].simulation
+def _draw_busy(axes: Any, simulation: Simulation, longest: float) -> None:
+    """Arithmetic and memory reads as shares of the time."""
     seconds, compute, memory = _binned_by_time(simulation.samples[:3])
-    unit = time_unit(longest)
-    edges = np.concatenate([[0.0], np.cumsum(seconds)]) / unit.seconds
+    edges = np.concatenate([[0.0], np.cumsum(seconds)]) / time_unit(longest).seconds
     busy = np.maximum(seconds, 1e-300)
     for part, colour, name in (
         (compute / busy, COMPUTE, "arithmetic"),
@@ -187,40 +178,38 @@ def _draw_busy(axes: Any, forecast: Forecast, policy: str, longest: float) -> No
     ):
         axes.stairs(part, edges, baseline=None, color=colour, linewidth=1.8, label=name)
         axes.stairs(part, edges, color=colour, alpha=0.12, fill=True)
-    axes.set_xlim(0, longest / unit.seconds)
     axes.set_ylim(0, 1.2)  # room for the legend
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.set_xlabel(f"time ({unit.name})")
-    axes.set_title(f"{policy}: how busy the device is")
+    axes.set_title("how busy the device is")
 
 
-def _draw_lengths(axes: Any, forecast: Forecast, policy: str, longest: float) -> None:
+def _draw_lengths(axes: Any, simulation: Simulation, longest: float) -> None:
     """The KV length of the rows that run. What is between the two lines is uneven work."""
-    samples = forecast.runs[policy].simulation.samples
+    samples = simulation.samples
     seconds, _, _, rows, tokens, longest_row = _binned_by_time(samples)
     # Sums over the same steps: tokens by rows is the mean, weighted by rows. The longest
     # row is a sum over steps, whose number a column of samples does not have.
     steps = _binned_by_time(np.vstack([samples[0], samples[5] > 0]))[1]
-    unit = time_unit(longest)
-    edges = np.concatenate([[0.0], np.cumsum(seconds)]) / unit.seconds
+    edges = np.concatenate([[0.0], np.cumsum(seconds)]) / time_unit(longest).seconds
     mean = tokens / np.maximum(rows, 1)
-    per_column = _steps_per_column(forecast.runs[policy].simulation)
-    most = longest_row / np.maximum(steps * per_column, 1)
-    axes.stairs(np.maximum(mean, most), edges, color=CHOSEN, linewidth=1.6,
-                baseline=None, label="longest")  # fmt: skip
-    axes.stairs(mean, edges, color=OTHER, linewidth=1.6, baseline=None, label="mean")
-    axes.set_xlim(0, longest / unit.seconds)
+    columns = max(1, samples.shape[1])
+    per_column = max(1, -(-simulation.num_steps // columns))
+    most = np.maximum(mean, longest_row / np.maximum(steps * per_column, 1))
+    for values, colour, name in ((most, CHOSEN, "longest"), (mean, OTHER, "mean")):
+        axes.stairs(
+            values, edges, baseline=None, color=colour, linewidth=1.6, label=name
+        )
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.set_title("KV length of the rows that run")
+
+
+def _label_times(axes: Any, longest: float, title: str) -> None:
+    unit = time_unit(longest)
+    axes.set_xlim(0, longest / unit.seconds)
     axes.set_xlabel(f"time ({unit.name})")
-    axes.set_title(f"{policy}: KV length of the rows that run")
-
-
-def _steps_per_column(simulation: Simulation) -> int:
-    """Steps that a column of the samples is the sum of."""
-    columns = simulation.samples.shape[1]
-    return int(max(1, -(-simulation.num_steps // max(1, columns))))
+    axes.set_title(title)
 
 
 def _binned_by_time(samples: Floats) -> Floats:

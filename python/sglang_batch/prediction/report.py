@@ -29,10 +29,7 @@ from ..scheduling.step_record import Steps, summarize
 
 @dataclass(frozen=True, slots=True)
 class MachineInfo:
-    """Names of the model and its devices.
-
-    hardware_note: why this device was chosen, if no option names it.
-    """
+    """Names of the model and its devices, and why this one was chosen if no option names it."""
 
     model: str
     hardware: HardwareSpec
@@ -77,10 +74,8 @@ class Measured:
 class Report:
     """A prediction with everything that is printed about it.
 
-    job: the job's name.
-    num_lines: lines of its file, or None if it has no file.
-    chosen: the policy that the report is about.
-    verdict: that policy in words. Comparisons with other policies are added to it.
+    num_lines: lines of the job's file, or None if it has no file.
+    chosen, verdict: the policy that the report is about, and the same in words.
     lengths: the origin of the output lengths, in words.
     num_merged: lines that get the answer of an equal one. They count nowhere else.
     measured: the steps of a run to compare the prediction with.
@@ -273,12 +268,9 @@ def significant(value: float) -> str:
 class Lengths:
     """The output lengths that are known.
 
-    true: int32 ``[n]``, the lengths to simulate with. None to draw them from the
-        estimates' distribution.
-    sample_share: share of the requests from whose true lengths the estimates are
-        learnt.
-    default: E[d] in tokens for requests of unknown length. None: see
-        :func:`~..planner.output_lengths.estimates.prior_output_len`.
+    true: int32 ``[n]``, to simulate with. None to draw them from the estimates' distribution.
+    sample_share: share of the requests from whose true lengths the estimates are learnt.
+    default: E[d] in tokens for requests of unknown length, see ``OutputLengthEstimator``.
     """
 
     true: Int32s | None = None
@@ -290,17 +282,15 @@ class Lengths:
 class Forecast:
     """A job of ``n`` requests that fit into the KV cache, and its run per policy.
 
-    too_large: int64, indices in the job of the requests that do not fit. They count
-        nowhere else.
+    too_large: int64, indices in the job of the requests that do not fit.
     requests, tree: the requests that fit, renumbered from 0.
     output_len: int32 ``[n]``, the lengths that were simulated.
     output_tokens: sum of the true output lengths, or of their estimates.
     num_sampled: requests from whose true lengths the estimates were learnt.
     work: estimated work of each leaf, from true lengths if they are known.
-    kv_read_s, kv_read_shared_s: seconds to read the KV of all decodes, if every request
-        reads all of its own, and if shared prefixes are read once.
-    densities: float64 ``[n]``, compute density of the request at each leaf.
-    density: compute density of the whole job.
+    kv_read_s, kv_read_shared_s: seconds to read the KV of all decodes, without and with shared
+        prefixes read once.
+    densities, density: float64 ``[n]``, compute density of each leaf's request, and of the job.
     """
 
     machine: Machine

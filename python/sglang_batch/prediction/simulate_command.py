@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +67,9 @@ def _choose(options: argparse.Namespace) -> int:
     name, config = _config(options)
     servers = boxes(options, DEFAULT_HARDWARE)
 
-    def count(quantization: str | None, kv_dtype: str | None) -> ModelSpec:
-        return ModelSpec.from_hf_config(
-            config,
-            kv_dtype=kv_dtype or options.kv_cache_dtype,
-            quantization=quantization or options.quantization,
-        )
-
+    count = partial(_counted, options, config)
     # Densities of synthetic jobs are those of one device.
-    one = step_costs(count(None, None), servers[0].hardware, Parallelism())
+    one = step_costs(count(), servers[0].hardware, Parallelism())
     job: SyntheticJob = options.job
     workload = job.make(options.num_requests, options.seed, one)
     return choose(
@@ -106,9 +101,16 @@ def _config(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     return str(path), config
 
 
-def _counted(options: argparse.Namespace, config: dict[str, Any]) -> ModelSpec:
+def _counted(
+    options: argparse.Namespace,
+    config: dict[str, Any],
+    quantization: str | None = None,
+    kv_dtype: str | None = None,
+) -> ModelSpec:
     return ModelSpec.from_hf_config(
-        config, kv_dtype=options.kv_cache_dtype, quantization=options.quantization
+        config,
+        kv_dtype=kv_dtype or options.kv_cache_dtype,
+        quantization=quantization or options.quantization,
     )
 
 

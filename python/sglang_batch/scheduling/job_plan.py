@@ -204,19 +204,14 @@ def job_plan(plan: Plan, numbers: Int64s, machine: Machine) -> JobPlan:
     """
     tree, estimates, cost = plan.tree, plan.estimates, machine.cost
     density = plan.scan.density
-    number = numbers[plan.fits][tree.order].astype(np.int32)
+    number = numbers[tree.order].astype(np.int32)
     n = tree.num_requests
-    leaf_of_place = np.empty(n, np.int32)
-    leaf_of_place[tree.order] = np.arange(n, dtype=np.int32)
-    place_of = np.empty(int(plan.fits.max(initial=-1)) + 1, np.int64)
-    place_of[plan.fits] = np.arange(n)
     position = np.empty(n, np.int32)
-    position[leaf_of_place[place_of[plan.scan.requests]]] = np.arange(n, dtype=np.int32)
+    position[tree.position[plan.scan.requests]] = np.arange(n, dtype=np.int32)
     lengths = plan.scan.lengths
     key = family = max_wait_steps = None
     if lengths is not None:
-        at = plan.fits[tree.order]
-        key, family = lengths.key[at], lengths.family[at]
+        key, family = lengths.key[tree.order], lengths.family[tree.order]
         if lengths.max_wait_steps is not None:
             max_wait_steps = min(lengths.max_wait_steps, _MOST_STEPS)
     steps, est_decode_steps_sq = _decode_steps(estimates)

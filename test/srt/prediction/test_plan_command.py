@@ -144,7 +144,7 @@ def test_shared_prefixes_read_once_are_predicted(
 def test_the_forecast_is_that_of_the_plan_a_run_makes() -> None:
     from sglang_batch.planner.machine_model import EngineLimits, Machine
     from sglang_batch.planner.ordering.order import OrderSettings
-    from sglang_batch.planner.plan import make_plan
+    from sglang_batch.planner.plan import Candidates, best
     from sglang_batch.prediction.report import Lengths, forecast
     from sglang_batch.prediction.workloads.mix import industry
 
@@ -152,11 +152,12 @@ def test_the_forecast_is_that_of_the_plan_a_run_makes() -> None:
     cost = CostModel(token_time_s=1e-5, kv_read_time_s=1e-8, weight_read_time_s=1e-3)
     machine = Machine(cost, EngineLimits(kv_capacity_tokens=6000))
     found = forecast(requests, machine, PAGED_ORDERS, Lengths(), OrderSettings())
-    made = make_plan(requests, machine, settings=OrderSettings())
-    assert found.best == made.policy
-    assert found.too_large.tolist() == made.too_large.tolist()
+    job = Candidates(requests, machine, OrderSettings())
+    made = {policy: job.run(policy).simulation for policy in PAGED_ORDERS}
+    assert found.best == best(made)
+    assert found.too_large.tolist() == job.too_large.tolist()
     for policy, run in found.runs.items():
-        assert run.simulation.seconds == made.predicted[policy].seconds
+        assert run.simulation.seconds == made[policy].seconds
 
 
 def test_the_plot_is_a_picture(

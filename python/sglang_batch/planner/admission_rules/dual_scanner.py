@@ -1,17 +1,15 @@
 """The dual scanner: admission budgets that give every step the job's density.
 
 The order of a dual-scan plan runs from the most compute-intensive requests (left) to
-the most memory-intensive ones (right). The scanner takes requests from both ends at
-once. One step of it, :func:`budgets`, is a pure function from the state of the engine
-to the budgets of its admissions: KV for either side and tokens to prefill. The
-simulator and the scheduler inside SGLang both call this function.
+the most memory-intensive ones (right), and requests are taken from both ends at once. One
+step, :func:`budgets`, is a pure function from the state of the engine to KV for either side
+and tokens to prefill, which the simulator and the scheduler inside SGLang both call.
 
 From BlendServe (ASPLOS'26): the KV split of section 5.3 and the prefill budgets of
-Algorithm 3. Our addition: the prefill budget is a closed loop. Algorithm 3 computes the
-prompt tokens that a step needs *on average* at the estimated lengths. ``closed_loop``
-takes as many as *this* step needs to reach the target density, given the KV that its
-decodes really read. The target is the density of the remaining work. While the plan
-holds, that is the root's density, as in the paper.
+Algorithm 3, which are the prompt tokens that a step needs *on average* at the estimated
+lengths. Our ``closed_loop`` takes as many as *this* step needs to reach the target density,
+given the KV that its decodes really read. The target is the density of the remaining work,
+the root's as in the paper while the plan holds.
 """
 
 from __future__ import annotations
@@ -49,15 +47,13 @@ class ScanState(NamedTuple):
     left_open, right_open: whether that side has waiting requests.
     target_density: compute density that the step should have.
     decode_tokens: requests that decode in this step.
-    kv_read_time_s: seconds to read the KV of this step's decodes.
-    full_read_time_s: seconds to read ``kv_capacity`` tokens of KV.
-    weight_read_time_s: seconds to read the weights, once a step.
+    kv_read_time_s, full_read_time_s, weight_read_time_s: seconds to read the KV of this step's
+        decodes, ``kv_capacity`` tokens of KV, and the weights.
     interference_exponent: k of the overlap law, see ``cost_model.overlapped``.
     left_reads, right_reads: KV tokens that a side's decodes read, shared ones once per
         request.
-    token_time_s: compute time of one token, in seconds.
-    prompt_token_time_s: compute time of one of the left side's next prompt tokens,
-        including attention over the tokens before it, in seconds.
+    token_time_s, prompt_token_time_s: compute time of one token, and of one of the left side's
+        next prompt with attention over the tokens before it, in seconds.
     pace: see :func:`next_pace`.
     """
 
@@ -84,9 +80,8 @@ class ScanBudgets(NamedTuple):
     """Limits after this step's admissions.
 
     left_kv, right_kv: KV tokens for the requests of each side.
-    right_reads: KV tokens that the right side's decodes may read in a step. The sides
-        share memory time as they share KV, because a long prefix with many readers
-        takes little KV and much time.
+    right_reads: KV tokens that the right side's decodes may read in a step: a long prefix
+        with many readers takes little KV and much time.
     prefill_tokens: prompt tokens to compute in this step.
     least_tokens: prompt tokens that the right side may always compute in a step, and
         either side while nobody decodes on the right.
@@ -133,8 +128,7 @@ def next_pace(pace: float, left_blocked: bool) -> float:
     """The factor of the left side's prefill rate after a step, 0.3 to 1.
 
     Without it, a left side that has filled its KV would alternate: prompts at the full
-    rate until none fits, then none until a request ends. At a slower rate its requests
-    find KV as they arrive, and all steps have the same density.
+    rate until none fits, then none until a request ends.
     """
     if left_blocked:
         return max(MIN_PACE, pace * (1.0 - _PACE_DOWN))
@@ -147,11 +141,10 @@ def full_step(
 ) -> float:
     """Memory time to which steps grow, as a share of ``full_read_time_s``.
 
-    Steps of any size have the target density, if prompts are in proportion to reads. If
-    nothing limits them, the requests of a side grow in number until the KV is full, and
-    then no prompt fits for many steps. Where decodes hold the KV for long, that is rare,
-    and the KV is best filled. Where most of the work is compute, requests leave soon
-    after their prompt, a few long prompts fill the KV, and half of it is best left free.
+    If nothing limits them, the requests of a side grow in number until the KV is full, and then
+    no prompt fits for many steps. Where decodes hold the KV for long, that is rare, and the KV is
+    best filled. Where most of the work is compute, a few long prompts fill the KV, and half of it
+    is best left free.
 
     Smaller steps are more, and each reads the weights. That is worth it if reading is
     hidden behind compute, and not without overlap.

@@ -1,18 +1,16 @@
 """Forecast of the KV that the running requests will need, in whole pages.
 
 Every running request grows by one token a step until it ends. A request that holds
-``kv`` tokens at step ``now`` therefore holds ``(kv - now) + t`` at step ``t``, in
+``kv`` tokens at step ``now`` holds ``(kv - now) + t`` at step ``t``, in
 ``floor((kv - now + t + page_size - 1) / page_size)`` pages. With ``kv - now + page_size
 - 1`` as ``pages * page_size + phase``, that is ``pages + (phase + t) // page_size``. So
 the sum of ``pages`` and the number of requests of each phase describe any number of
-requests that end at about the same time. Admission by this forecast fills the KV cache
-without a guessed ratio: it limits the highest point of the sum over time, not the sum of
-all final lengths.
+requests that end at about the same time. Admission limits the highest point of the sum over
+time, not the sum of all final lengths.
 
 Future steps are divided into buckets of equal width. A request counts until the end of
 the bucket in which it should end, so the forecast is too high by at most the growth in
-one bucket, and exact where a bucket is one step. Requests shorter than a bucket count
-with their final length.
+one bucket. Requests shorter than a bucket count with their final length.
 """
 
 from __future__ import annotations
@@ -50,10 +48,8 @@ class KvForecast(NamedTuple):
 
 
 def make_forecast(max_remaining: int, page_size: int = 1) -> KvForecast:
-    """An empty forecast for requests of up to ``max_remaining`` steps.
-
-    Longer requests count with fewer steps.
-    """
+    """An empty forecast for requests of up to ``max_remaining`` steps; longer ones count
+    with fewer."""
     return KvForecast(
         sums=np.zeros((NUM_BUCKETS + 2, page_size + _PHASE), dtype=np.int64),
         short=np.zeros(1, dtype=np.int64),
@@ -106,8 +102,7 @@ def remove(forecast: KvForecast, bucket: int, base: int, final: int) -> None:
 
     Args:
         bucket: the result of ``add``.
-        base: the request's ``kv - now``, which is the same in every step.
-        final: ``kv + remaining`` when it was added.
+        base, final: its ``kv - now`` and ``kv + remaining`` when it was added.
     """
     _count(forecast, bucket, base, final, -1)
 
@@ -127,11 +122,7 @@ def _pages_at(forecast: KvForecast, row: int, step: int) -> int:
 def _peak_in_tokens(
     forecast: KvForecast, now: int, kv: int, remaining: int, end: int
 ) -> int:
-    """:func:`peak` with pages of one token, which have no phases.
-
-    Args:
-        end: the bucket in which the new request ends.
-    """
+    """:func:`peak` with pages of one token, which have no phases; ``end`` is the new bucket."""
     sums, width = forecast.sums, forecast.width
     number, base = sums[_RUNNING, _NUMBER], sums[_RUNNING, _PAGES]
     highest = 0
@@ -151,10 +142,8 @@ def _peak_in_tokens(
 
 @jit_in_place
 def peak(forecast: KvForecast, now: int, kv: int, remaining: int) -> int:
-    """The most KV while a new request runs, itself included, in tokens of whole pages.
-
-    The forecast after its end is left out: a short request may use KV that a long one
-    will need later.
+    """The most KV while a new request runs, itself included, in tokens of whole pages. A short
+    request may use KV that a long one will need later, so what is after its end is left out.
 
     Args:
         kv: tokens that the request holds from the start.

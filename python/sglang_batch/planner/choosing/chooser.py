@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from operator import attrgetter
 
 import numpy as np
 
@@ -34,11 +36,8 @@ POLICIES = ("dfs", "dual-scan")
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """A way by the closed form.
-
-    steady: None where the way is impossible, for the reason that ``refusal`` gives.
-    seconds: of the whole job, infinite if impossible.
-    """
+    """A way by the closed form, and the seconds of the whole job. An impossible one has
+    none, for the reason that ``refusal`` gives."""
 
     way: Way
     steady: SteadyState | None
@@ -48,12 +47,8 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedWay:
-    """A way with its simulated run.
-
-    seconds: of the whole job, that of the shard with most work.
-    policy: the order that took least.
-    simulation: of that shard.
-    """
+    """A way with the simulated run of the shard with most work, which is the time of the
+    job, in the order that took least."""
 
     box: Box
     outlook: Outlook
@@ -80,12 +75,8 @@ class SimulatedWay:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The findings for one box.
-
-    simulated: fastest first.
-    outlooks: the best of each spread and precision by the closed form, fastest first, and
-        last those that are impossible.
-    """
+    """The findings for one box: simulated ways, fastest first, and the best of each spread and
+    precision by the closed form, fastest first, the impossible ones last."""
 
     box: Box
     simulated: list[SimulatedWay]
@@ -110,6 +101,9 @@ class Chooser:
     Args:
         default_output_len: as of :class:`~..candidates.Candidates`.
         output_len: int32 ``[n]``, the true lengths if they are known.
+
+    Attributes:
+        prompt_tokens, output_tokens: of the whole job, the latter as simulated.
     """
 
     def __init__(
@@ -129,17 +123,9 @@ class Chooser:
         # Costs of any machine give the same tree and the same lengths.
         self._job = self._candidates(requests, output_len, _ANY_MACHINE)
         self._mix = self._means()
+        self.prompt_tokens = self._job.tree.num_tokens
+        self.output_tokens = int(self._job.output_len.sum(dtype=np.int64))
         self._shards: dict[int, Int64s] = {}
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Of the whole job."""
-        return self._job.tree.num_tokens
-
-    @property
-    def output_tokens(self) -> int:
-        """Those that are simulated."""
-        return int(self._job.output_len.sum(dtype=np.int64))
 
     def _candidates(
         self, requests: PlanRequests, output_len: Int32s | None, machine: Machine
@@ -226,15 +212,15 @@ class Chooser:
                 for x in outlooks
                 if x.steady is not None and x.way.precision.changes_answers == changes
             )
-            tried += [x for x, _ in zip(possible, range(SIMULATED), strict=False)]
+            tried += islice(possible, SIMULATED)
         simulated = [self._simulated(box, outlook) for outlook in watched(tried)]
         for changes in (False, True):
             kind = [x for x in simulated if x.way.precision.changes_answers == changes]
             if kind:
-                fastest = min(kind, key=_seconds)
+                fastest = min(kind, key=attrgetter("seconds"))
                 simulated.remove(fastest)
                 simulated.append(self._in_other_steps(box, parts, fastest))
-        return Choices(box, sorted(simulated, key=_seconds), outlooks)
+        return Choices(box, sorted(simulated, key=attrgetter("seconds")), outlooks)
 
     def _in_other_steps(
         self, box: Box, parts: ModelParts, choice: SimulatedWay
@@ -251,7 +237,7 @@ class Chooser:
                 outlook = self._outlook(way, box, parts)
                 if outlook.steady is not None:
                     found.append(self._simulated(box, outlook))
-        fastest = min(found, key=_seconds)
+        fastest = min(found, key=attrgetter("seconds"))
         return replace(fastest, outlook=replace(choice.outlook, way=fastest.way))
 
     def _simulated(self, box: Box, outlook: Outlook) -> SimulatedWay:
@@ -307,10 +293,6 @@ class Chooser:
         return self._shards[number]
 
 
-def _seconds(choice: SimulatedWay) -> float:
-    return choice.seconds
-
-
 _ANY_MACHINE = Machine(
     CostModel(token_time_s=1e-5, kv_read_time_s=1e-8),
     EngineLimits(np.iinfo(np.int32).max),
@@ -327,10 +309,8 @@ def time_by_limit(outlook: Outlook) -> dict[str, float]:
 
 
 def reason(outlook: Outlook, choice: Outlook, *, slower: bool | None = None) -> str:
-    """Why a way takes longer than the choice, or less long.
-
-    The part of a request's time in the closed form that differs most, as a share of the
-    choice's whole time.
+    """Why a way takes longer than the choice, or less long: the part of a request's time in the
+    closed form that differs most, as a share of the choice's whole time.
 
     Args:
         slower: whether it does take longer. None: by the closed form.

@@ -20,11 +20,8 @@ from ..costs.weights import Matrix, Split
 
 
 def device_weight_bytes(model: ModelSpec, parallel: Parallelism) -> float:
-    """Bytes of weights on a device.
-
-    Attention ranks each have a copy of the attention's matrices. Parameters in no matrix (norms,
-    the embedding) are divided like one.
-    """
+    """Bytes of weights on a device. Attention ranks each have a copy of the attention's matrices;
+    parameters in no matrix (norms, the embedding) are divided like one."""
     shape = model.shape
     if shape is None:
         return model.weight_bytes / (parallel.tp * parallel.pp)
@@ -43,8 +40,6 @@ def rank_kv_tokens(
     mem_fraction: float = 0.9,
 ) -> int:
     """Tokens of KV that fit on the devices of one attention rank, in all stages.
-
-    States and windows have the shares of memory that SGLang gives them by default.
 
     Args:
         mem_fraction: share of each device's memory for weights and KV, 0 to 1.
@@ -130,13 +125,12 @@ def steady_state(
     """The throughput of this mix.
 
     Args:
-        step_tokens: most tokens of a step of an attention rank.
-        max_rows: most requests at once in an attention rank.
+        step_tokens, max_rows: most tokens of a step, and most requests at once, of an attention
+            rank.
         mem_fraction: share of the memory for weights and KV.
 
     Raises:
-        ConfigError: the weights leave no memory for KV, or the model's operators are not
-            known.
+        ConfigError: the weights leave no memory for KV, or the operators are not known.
     """
     kv_tokens = rank_kv_tokens(model, hardware, parallel, mem_fraction)
     steps = max(mix.output_len, 1.0)

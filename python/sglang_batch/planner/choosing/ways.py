@@ -84,11 +84,8 @@ class Way:
         return min(self.rows, MOST_GRAPH_ROWS)
 
     def mem_fraction(self, hardware: HardwareSpec) -> float:
-        """The share of a device's memory for weights and KV that SGLang's own rule leaves.
-
-        It keeps memory for activations, by the tokens of a step, and for CUDA graphs, by
-        their rows.
-        """
+        """The share of a device's memory for weights and KV that SGLang's own rule leaves: it keeps
+        memory for activations, by the tokens of a step, and for CUDA graphs, by their rows."""
         ranks = self.parallel.attention_ranks
         kept = 512 + 1.5 * self.step_tokens
         kept += self.parallel.tp * self.parallel.pp / 8 * 1024
@@ -161,11 +158,9 @@ class ModelParts:
 
 
 def spreads(devices: int, parts: ModelParts) -> Iterator[Parallelism]:
-    """Every way to spread a model over all of these devices.
-
-    Attention ranks and expert parallelism are tried for mixtures of experts, and not
-    together with pipeline stages. SGLang has no replicas of engines with attention ranks.
-    """
+    """Every way to spread a model over all of these devices. Attention ranks and expert parallelism
+    are tried for mixtures of experts, and not together with pipeline stages. SGLang has no
+    replicas of engines with attention ranks."""
     for tp in _divisors(devices):
         for pp in _divisors(devices // tp):
             replicas = devices // tp // pp

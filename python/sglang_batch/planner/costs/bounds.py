@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..compiled import jit
 from ..prefixes.prefix_tree import PrefixTree
 from ..requests import Floats, Int32s
 from .cost_model import CostModel, matrix_seconds
+from .tree_work import attended
 
 # Requests considered for the critical path: those with the longest outputs.
 _CRITICAL = 32
@@ -26,16 +26,14 @@ _CRITICAL = 32
 class Bounds:
     """Lower bounds of the makespan in seconds, with every shared prefix computed once.
 
-    compute_s, memory_s: sums over the job. Memory time includes weight reads in
-        ``min_steps`` steps if the cost model counts them.
+    compute_s, memory_s: sums over the job, the latter with weight reads in ``min_steps`` steps.
     law_s: all steps of the same density.
     ideal_s: perfect overlap, the larger of the two sums.
     sum_s: no overlap.
     critical_path_s: the longest request alone.
-    kv_area_s: reading the KV that must be held, token by token and step by step, once
-        per step, and the weights in ``min_steps`` steps.
-    min_steps: the same KV over the capacity, or the decode steps of the longest output if
-        they are more.
+    kv_area_s: reading the KV that must be held once per step, and the weights.
+    min_steps: the KV held over all steps, over the capacity, or the decode steps of the longest
+        output if they are more.
     """
 
     compute_s: float
@@ -64,18 +62,16 @@ def lower_bounds(
     """Bounds for a job with true output lengths ``output_len``, int32 ``[n]``.
 
     Args:
-        as_sglang: whether the first output token comes with the prompt, so that an answer
-            takes a decode step less than it has tokens. Those bounds hold for any engine.
-            False: higher ones, of an engine that takes a step for each token.
+        as_sglang: whether the first output token comes with the prompt. Those bounds hold for any
+            engine. False: higher ones, of an engine that takes a step for each token.
     """
     cost = with_law(cost, max(cost.interference_exponent, cost.split_exponent))
     d = output_len[tree.order].astype(np.float64)
     if as_sglang:
         d = np.maximum(d - 1.0, 0.0)
     p = tree.input_len.astype(np.float64)
-    attended = p**2 - tree.lcp.astype(np.float64) ** 2
     compute = (tree.num_unique_tokens + d.sum()) * cost.token_time_s
-    compute += attended.sum() * cost.attention_time_s
+    compute += attended(tree) * cost.attention_time_s
     held = _kv_area(tree, d)
     min_steps = max(int(np.ceil(held / kv_capacity_tokens)), int(d.max(initial=0.0)))
     read = held if cost.shared_kv_read_once else float((p * d + d * d / 2.0).sum())
@@ -137,25 +133,9 @@ def with_law(cost: CostModel, exponent: float) -> CostModel:
 
 
 def _kv_area(tree: PrefixTree, output_len: Floats) -> float:
-    """Token-steps of KV that the job must hold.
-
-    Each request holds its private tokens while it decodes. A shared prefix is held for
-    at least as many steps as the longest answer below it has tokens.
-    """
+    """Token-steps of KV that the job must hold: private tokens while a request decodes, a shared
+    prefix for at least as many steps as the longest answer below it has tokens."""
     own = tree.input_len - tree.depth[tree.leaf_parent]
     private = (own * output_len + output_len**2 / 2.0).sum()
-    length = tree.depth - np.where(tree.parent >= 0, tree.depth[tree.parent], 0)
-    longest = _longest_below(tree.parent, tree.leaf_parent, output_len)
-    return float(private + (length * longest).sum())
-
-
-@jit
-def _longest_below(parent: Int32s, leaf_parent: Int32s, output_len: Floats) -> Floats:
-    """The longest output below each node, float64 ``[m]``."""
-    longest = np.zeros(len(parent))
-    for leaf in range(len(leaf_parent)):
-        node = leaf_parent[leaf]
-        longest[node] = max(longest[node], output_len[leaf])
-    for node in range(len(parent) - 1, 0, -1):
-        longest[parent[node]] = max(longest[parent[node]], longest[node])
-    return longest
+    shared = (tree.own_len * tree.longest_below(output_len)).sum()
+    return float(private + shared)

@@ -22,7 +22,7 @@ import numpy as np
 from ...errors import ConfigError
 from ..compiled import jit, jit_in_place
 from ..requests import Floats, Int32s, Int64s
-from .hardware import HardwareSpec
+from .hardware import HardwareSpec, Parallelism
 from .model_spec import ModelSpec
 
 # Rows of a table.
@@ -34,11 +34,10 @@ class StepExtras(NamedTuple):
 
     prompt_step_s: of a step with prompts.
     prompt_s: for each request of which a part of the prompt is computed.
-    decode_s: for each request that decodes.
-    mixed_decode_s: the same in a step with prompts.
+    decode_s, mixed_decode_s: for each request that decodes, the latter in a step with prompts.
     mixed_kv_token_s: for each token of KV that these read, besides its time in other steps.
-    prompt_context_s: for each token of a prompt up to here, those in the cache included.
-    prompt_square_s: for each square of a prompt's tokens, those in the cache included.
+    prompt_context_s, prompt_square_s: for each token of a prompt up to here, and for its square,
+        those in the cache included.
     mixed_square_s: for each square of the KV of a row that decodes in a step with prompts.
     request_s: for the arrival and the end of each request.
     after_prompts_s: of a step that only decodes, after one with prompts.
@@ -60,13 +59,9 @@ NO_EXTRAS = StepExtras()
 
 
 def linear_table(token_time_s: float, weight_read_time_s: float) -> Floats:
-    """The table of a machine whose steps read all weights and compute at one rate.
-
-    Returns:
-        float64 ``[6, 2]``: tokens, then seconds of operators limited by arithmetic, of those
-        limited by reads, and of neither; then the first two of these for the output matrix,
-        by the number of rows.
-    """
+    """The table of a machine whose steps read all weights and compute at one rate: float64
+    ``[6, 2]``, tokens, then seconds of operators limited by arithmetic, of those limited by reads,
+    and of neither; then the first two of these for the output matrix, by the number of rows."""
     table = np.zeros((6, 2))
     table[TOKENS] = 0.0, 1.0
     table[COMPUTE, 1] = token_time_s
@@ -130,43 +125,35 @@ Values = float | Floats | Int32s | Int64s
 class CostModel:
     """Seconds per token, per token squared, and per token of KV read.
 
-    The methods take numbers or arrays of the same shape and compute in float64. Plain
-    numbers give a NumPy number.
+    The methods take numbers or arrays of the same shape and compute in float64.
 
     token_time_s: compute time of one token in all matrices.
     kv_read_time_s: time to read one token's KV, in all layers that read all tokens.
-    attention_time_s: compute time of attention per squared prompt token, 0.0 to leave
-        it out. The paper's ``4 * H * L`` counts the whole square, not the causal half,
-        and the paper drops the term in deriving its algorithms.
-    weight_read_time_s: time to read all weights once, which every step does, 0.0 to
-        leave it out, as the paper does. For a mixture of experts it is an upper bound:
-        a small batch does not use every expert.
+    attention_time_s: compute time of attention per squared prompt token. The paper's
+        ``4 * H * L`` counts the whole square, not the causal half; its algorithms leave it out.
+    weight_read_time_s: time to read all weights once, which every step does. The paper leaves
+        it out. For a mixture of experts it is an upper bound.
     shared_kv_read_once: whether the attention kernel reads a prefix that several
         running requests share once for all of them (cascade attention, section 6.2).
     interference_exponent: k of :func:`overlapped`, 1 or more. 1.47 reproduces the mean
-        speedup of the paper's simulated grid (Fig. 9). The paper's own fit is not
-        published.
+        speedup of the paper's simulated grid (Fig. 9).
     row_share: w of :func:`tokens_read`, 0 or more: one row alone uses at most 1/w of the
         bandwidth. 0 where nobody measured it.
-    padded: whether attention reads as many tokens for every row as for the longest, as
-        in dense batches.
-    state_reads: recurrent states that each row reads and writes in a step, as tokens of
-        KV that take as long.
+    padded: whether attention reads as many tokens for every row as for the longest.
+    state_reads: a row's recurrent states, as tokens of KV that take as long to read.
     window: tokens that sliding-window layers read at most.
     window_reads: one token's KV in these layers, over its KV in the others.
-    encoder_token_time_s: compute time of the encoder of images or sounds for each of
-        their placeholders in a prompt, besides ``token_time_s``.
-    table: seconds of a step's matrices by its tokens, float64 ``[6, columns]`` as
-        :func:`~.step_table.linear_table` has it. With it, ``token_time_s`` and
-        ``weight_read_time_s`` only order requests and share work out, and steps are timed by
-        the table. None: they take these times, the weights read in every step.
+    encoder_token_time_s: compute time of the encoder for each placeholder of an image or
+        sound, besides ``token_time_s``.
+    table: seconds of a step's matrices by its tokens, float64 ``[6, columns]`` as of
+        :func:`linear_table`. With it, ``token_time_s`` and ``weight_read_time_s`` only order
+        requests and share work out.
     extras: seconds of a step besides its operators.
     split_exponent: k of :func:`overlapped` for prompts and decodes of a step that runs as two
         forwards at the same time (``srt.overlap``), where that is faster. 1: none does.
 
     Raises:
-        ConfigError: a time is negative or not finite, or the exponent is below 1, or
-            ``row_share`` is negative.
+        ConfigError: a number is negative or not finite, or the exponent is below 1.
     """
 
     token_time_s: float
@@ -222,6 +209,8 @@ class CostModel:
     ) -> CostModel:
         """The model on ``tp`` of these devices.
 
+        Communication is not counted (BlendServe, section 6.1): see :mod:`.step_costs`.
+
         Args:
             attention_flops: whether to count attention's p^2 term.
             weight_reads: whether to count reading the weights in every step.
@@ -231,22 +220,26 @@ class CostModel:
         Raises:
             ConfigError: a setting is out of range, or the device has no fp8 rate.
         """
-        devices = hardware.scaled(tp)
-        matrix_flops = devices.compute_flops
+        Parallelism(tp=tp)  # refuses what is no number of devices
+        flops, bandwidth = (
+            hardware.compute_flops * tp,
+            hardware.bandwidth_bytes_per_s * tp,
+        )
+        matrix_flops = flops
         if fp8:
-            if devices.fp8_flops is None:
+            if hardware.fp8_flops is None:
                 raise ConfigError(
                     f"fp8=True, but {hardware.name} has no fp8_flops; use a device that "
                     "has, or fp8=False."
                 )
-            matrix_flops = devices.fp8_flops
-        attention = 4 * model.hidden * model.num_layers / devices.compute_flops
-        weights = model.weight_bytes / devices.bandwidth_bytes_per_s
+            matrix_flops = hardware.fp8_flops * tp
+        attention = 4 * model.hidden * model.num_layers / flops
+        weights = model.weight_bytes / bandwidth
         kv_bytes = model.full_kv_bytes_per_token * model.kv_replicas(tp)
-        others_s = model.other_flops_per_token / devices.compute_flops
+        others_s = model.other_flops_per_token / flops
         return cls(
             token_time_s=2 * model.num_active_params / matrix_flops + others_s,
-            kv_read_time_s=kv_bytes / devices.bandwidth_bytes_per_s,
+            kv_read_time_s=kv_bytes / bandwidth,
             attention_time_s=attention if attention_flops else 0.0,
             weight_read_time_s=weights if weight_reads else 0.0,
             shared_kv_read_once=shared_kv_read_once,
@@ -255,13 +248,12 @@ class CostModel:
             window=model.window,
             window_reads=model.window_kv_bytes_per_token
             / model.full_kv_bytes_per_token,
-            encoder_token_time_s=model.encoder_flops_per_token / devices.compute_flops,
+            encoder_token_time_s=model.encoder_flops_per_token / flops,
         )
 
     def more_reads(self, input_len: Values) -> Floats:
-        """Tokens of KV whose reading takes as long as what each decode step of a request
-        reads besides: states and windows. Windows count as they are when it begins.
-        """
+        """States and windows of a request, as tokens of KV that take as long to read in a
+        decode step. Windows count as they are when it begins."""
         windows = np.minimum(_floats(input_len), self.window) * self.window_reads
         more: Floats = np.rint(windows + self.state_reads)
         return more
@@ -283,8 +275,7 @@ class CostModel:
 
         Args:
             output_len: d, or an estimate E[d].
-            output_len_sq: E[d^2], if d is an estimate. Lengths vary, so it is more than
-                E[d]^2. None: d^2.
+            output_len_sq: E[d^2], if d is an estimate. None: d^2.
         """
         p, d = _floats(input_len), _floats(output_len)
         d_sq = d * d if output_len_sq is None else _floats(output_len_sq)
@@ -293,18 +284,15 @@ class CostModel:
     def prefill_time_s(self, new_tokens: Values, prefix_len: Values) -> Floats:
         """Compute time in seconds of prompt tokens after a prefix computed before.
 
-        Attention counts as the difference between the longer prompt and its prefix,
-        ``(prefix + new)^2 - prefix^2``, so the chunks of a prompt add up to the whole.
+        The chunks of a prompt add up to the whole: attention is ``(prefix + new)^2 - prefix^2``.
         """
         new, prefix = _floats(new_tokens), _floats(prefix_len)
         attended = new * (new + 2 * prefix)
         return new * self.token_time_s + attended * self.attention_time_s
 
     def step_time_s(self, compute_time_s: Values, memory_time_s: Values) -> Floats:
-        """The time of both together by :func:`overlapped`, elementwise, in seconds.
-
-        The caller adds ``weight_read_time_s`` to ``memory_time_s`` once per step.
-        """
+        """The time of both together by :func:`overlapped`, elementwise, in seconds. The caller adds
+        ``weight_read_time_s`` to ``memory_time_s`` once per step."""
         compute, memory = np.broadcast_arrays(
             _floats(compute_time_s), _floats(memory_time_s)
         )
@@ -318,8 +306,8 @@ class CostModel:
 def compute_density(compute_time_s: Values, memory_time_s: Values) -> Floats:
     """rho = compute time / memory time, elementwise, never NaN for finite times.
 
-    Infinite for requests that read no memory because they generate nothing: they sort
-    before all others. 1 for requests without any work, which belong to neither side.
+    Infinite for requests that generate nothing, which sort before all others. 1 for requests
+    without any work, which belong to neither side.
     """
     compute, memory = np.broadcast_arrays(
         _floats(compute_time_s), _floats(memory_time_s)
@@ -336,9 +324,8 @@ def tokens_read(
 ) -> float:
     """Tokens of KV whose reading takes as long as a decode step's attention does.
 
-    ``max(total, w * longest)``: a row cannot use the whole bandwidth alone, so that the
-    longest row may end after all others have. With balanced split-KV ``w``, the
-    ``row_share``, is near 0. Dense batches read ``rows * longest``.
+    ``max(total, w * longest)``: a row cannot use the whole bandwidth alone. With balanced
+    split-KV ``w``, the ``row_share``, is near 0. Dense batches read ``rows * longest``.
 
     Args:
         total: tokens that all rows read.
@@ -353,10 +340,9 @@ def tokens_read(
 def overlapped(compute_s: float, memory_s: float, k: float) -> float:
     """Seconds that compute and memory reads take together.
 
-    ``(compute_s^k + memory_s^k)^(1/k)``: k = 1 is one after the other (the sum),
-    k = infinity is perfect overlap (the maximum), and in between they slow each other
-    down. The law replaces the polynomial that BlendServe (section 5.1) fits to
-    measurements and does not print. ``k`` is 1 or more, the times are 0 or more.
+    ``(compute_s^k + memory_s^k)^(1/k)``: k = 1 is one after the other (the sum), infinity
+    is perfect overlap (the maximum). It replaces the polynomial that BlendServe (section 5.1)
+    fits to measurements and does not print. ``k`` is 1 or more, the times are 0 or more.
     """
     if k == 1.0:
         return compute_s + memory_s
@@ -380,41 +366,33 @@ def kv_capacity_tokens(
     hardware: HardwareSpec,
     tp: int = 1,
     mem_fraction: float = 0.9,
-    reserve_bytes: int = 0,
 ) -> int:
     """Tokens of KV that fit on ``tp`` devices together with the weights.
 
-    States and windows have the shares of memory that SGLang gives them by default.
-
     Args:
         mem_fraction: share of each device's memory for weights and KV, 0 to 1.
-        reserve_bytes: bytes of that share to leave free on each device.
 
     Raises:
         ConfigError: a setting is out of range, or the weights leave no memory for KV.
     """
     if not 0 < mem_fraction <= 1:
         raise ConfigError(f"mem_fraction={mem_fraction!r} must be above 0, at most 1.")
-    if reserve_bytes < 0:
-        raise ConfigError(f"reserve_bytes={reserve_bytes!r} must be 0 or more.")
-    devices = hardware.scaled(tp)
-    usable = devices.memory_bytes * mem_fraction - reserve_bytes * tp
+    Parallelism(tp=tp)  # refuses what is no number of devices
+    usable = hardware.memory_bytes * tp * mem_fraction
     tokens = kv_tokens_in(model, usable - model.weight_bytes, tp)
     if tokens < 1:
+        name = f"{tp}x {hardware.name}" if tp > 1 else hardware.name
         raise ConfigError(
             f"The weights take {model.weight_bytes / 1e9:.1f} GB and leave no room for KV "
-            f"in the {usable / 1e9:.1f} GB usable of {devices.name} (mem_fraction="
-            f"{mem_fraction}, reserve_bytes={reserve_bytes}); raise tp or mem_fraction, "
-            "or quantise the weights."
+            f"in the {usable / 1e9:.1f} GB usable of {name} (mem_fraction="
+            f"{mem_fraction}); raise tp or mem_fraction, or quantise the weights."
         )
     return tokens
 
 
 def kv_tokens_in(model: ModelSpec, num_bytes: float, tp: int = 1) -> int:
-    """Tokens of KV that fit into so much memory of ``tp`` devices, all together.
-
-    States and windows have the shares of memory that SGLang gives them by default.
-    """
+    """Tokens of KV that fit into so much memory of ``tp`` devices, all together. States and windows
+    have the shares of memory that SGLang gives them by default."""
     if model.state_bytes:
         num_bytes /= 1.0 + STATES_TO_KV
     return math.floor(num_bytes / (_held_bytes(model) * model.kv_replicas(tp)))
@@ -503,13 +481,8 @@ ALWAYS_MIXED = MixingCost(0.0, 0.0, 0.0, 0.0, (0.0,) * (_POWERS + 1))
 def mixing_loss_s(
     cost: MixingCost, prompt_tokens: float, decodes: float, kv_tokens: float
 ) -> float:
-    """Seconds by which a mixed step takes longer than two, below 0 if it takes less.
-
-    Args:
-        prompt_tokens: tokens of prompts.
-        decodes: rows that decode.
-        kv_tokens: tokens of KV that they read.
-    """
+    """Seconds by which a mixed step takes longer than two, below 0 if it takes less, by its tokens
+    of prompts, its rows that decode and their tokens of KV."""
     loss = decodes * cost.decode_s + kv_tokens * cost.kv_token_s - cost.step_s
     loss += cost.kv_square_s * kv_tokens * kv_tokens / max(decodes, 1.0)
     apart = _matrices(cost, prompt_tokens) + _matrices(cost, decodes)

@@ -31,14 +31,13 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class HardwareSpec:
-    """One device, or several that serve one model together (:meth:`scaled`).
+    """One device.
 
     compute_flops: dense bf16/fp16 matrix FLOP/s, a multiply-add counted as two.
     bandwidth_bytes_per_s: read bandwidth of the device's memory.
     memory_bytes: size of the device's memory.
-    fp8_flops: dense fp8 matrix FLOP/s. None if the device has no fp8 units or no figure
-        is published.
-    fp4_flops: the same for fp4.
+    fp8_flops, fp4_flops: dense fp8 and fp4 matrix FLOP/s. None if the device has no such units
+        or no figure is published.
     num_cores: multiprocessors (SMs, CUs), each of which computes a tile of a product at a
         time. None: products are not divided into tiles.
     link_bytes_per_s: rate at which a device sends to the others of its server.
@@ -68,29 +67,6 @@ class HardwareSpec:
                     f"{field.name}={value!r} of {self.name} must be a positive number."
                 )
 
-    def scaled(self, tp: int) -> HardwareSpec:
-        """``tp`` of these devices under tensor parallelism, as one.
-
-        Communication is not counted (BlendServe, section 6.1): see
-        :mod:`.step_costs` for costs that count it.
-
-        Raises:
-            ConfigError: ``tp`` is not a whole number of 1 or more.
-        """
-        if not isinstance(tp, int) or isinstance(tp, bool) or tp < 1:
-            raise ConfigError(f"tp={tp!r} must be a whole number of 1 or more.")
-        if tp == 1:
-            return self
-        return dataclasses.replace(
-            self,
-            name=f"{tp}x {self.name}",
-            compute_flops=self.compute_flops * tp,
-            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s * tp,
-            memory_bytes=self.memory_bytes * tp,
-            fp8_flops=None if self.fp8_flops is None else self.fp8_flops * tp,
-            fp4_flops=None if self.fp4_flops is None else self.fp4_flops * tp,
-        )
-
 
 # Fitted to published throughputs by `benchmark/bench_costs.py published`, for variants with
 # points of their own and by family. Others have the typical values.
@@ -108,11 +84,6 @@ _FITTED = {
 }
 
 
-def _fitted(name: str) -> Efficiency:
-    found = (each for start, each in _FITTED.items() if name.startswith(start))
-    return next(found, Efficiency())
-
-
 def _device(
     name: str,
     tflops: float,
@@ -124,6 +95,7 @@ def _device(
     link: float | None = None,
     fp4: float | None = None,
 ) -> HardwareSpec:
+    fitted = (each for start, each in _FITTED.items() if name.startswith(start))
     return HardwareSpec(
         name=name,
         compute_flops=tflops * 1e12,
@@ -133,7 +105,7 @@ def _device(
         fp4_flops=None if fp4 is None else fp4 * 1e12,
         num_cores=cores,
         link_bytes_per_s=None if link is None else link * 1e9,
-        efficiency=_fitted(name),
+        efficiency=next(fitted, Efficiency()),
     )
 
 
@@ -201,11 +173,8 @@ def hardware(
     bandwidth_bytes_per_s: float | None = None,
     memory_bytes: int | None = None,
 ) -> HardwareSpec:
-    """A device of the table by any common spelling, with measured figures if given.
-
-    ``"h200"``, ``"NVIDIA H200"`` and ``"a100_sxm4_80gb"`` are understood. ``fp8_flops``
-    is scaled by the same factor as a measured ``compute_flops``. A measured rate is
-    reached in full.
+    """A device of the table by any common spelling, with measured figures if given, which
+    are reached in full. ``fp8_flops`` is scaled by the same factor as ``compute_flops``.
 
     Raises:
         ConfigError: the name is not in the table, or a figure is not positive.
@@ -217,21 +186,20 @@ def hardware(
             "the nearest of them with measured figures for compute_flops, "
             "bandwidth_bytes_per_s and memory_bytes if need be."
         )
-    changes: dict[str, Any] = {}
-    measured = dict[str, float]()
+    given = {
+        "compute_flops": compute_flops,
+        "bandwidth_bytes_per_s": bandwidth_bytes_per_s,
+        "memory_bytes": memory_bytes,
+    }
+    changes: dict[str, Any] = {k: x for k, x in given.items() if x is not None}
     if compute_flops is not None:
         factor = compute_flops / spec.compute_flops
-        changes["compute_flops"] = compute_flops
-        for name_of in ("fp8_flops", "fp4_flops"):
-            if (rate := getattr(spec, name_of)) is not None:
-                changes[name_of] = rate * factor
-        measured["matrix_share"] = 1.0
-    if bandwidth_bytes_per_s is not None:
-        changes["bandwidth_bytes_per_s"] = bandwidth_bytes_per_s
-        measured["read_share"] = 1.0
-    if memory_bytes is not None:
-        changes["memory_bytes"] = memory_bytes
-    efficiency = dataclasses.replace(spec.efficiency, **measured)
+        for other in ("fp8_flops", "fp4_flops"):
+            if (rate := getattr(spec, other)) is not None:
+                changes[other] = rate * factor
+    shares = {"compute_flops": "matrix_share", "bandwidth_bytes_per_s": "read_share"}
+    reached = {share: 1.0 for rate, share in shares.items() if rate in changes}
+    efficiency = dataclasses.replace(spec.efficiency, **reached)
     return dataclasses.replace(spec, **changes, efficiency=efficiency)
 
 
@@ -239,8 +207,7 @@ def match_hardware(device_name: str) -> HardwareSpec | None:
     """The device of the table for a driver's device name, or None.
 
     A name matches if it names a family of the table and has no word that contradicts
-    the entry: ``"NVIDIA A100-SXM4-40GB"`` matches. A slice of a device (``"NVIDIA H200
-    MIG 3g.71gb"``) and another member of the family (``"NVIDIA H20-3e"``) do not.
+    the entry: ``"NVIDIA A100-SXM4-40GB"`` does, ``"NVIDIA H200 MIG 3g.71gb"`` does not.
     """
     words = _words(device_name)
     for spec in _DEVICES:

@@ -7,8 +7,9 @@ nets (Yang et al., "Gated Delta Networks", 2024, equation 10) keep a matrix ``S`
 
     S <- a S + b k (v - a S^T k)^T,   o = S^T q
 
-Kimi Delta Attention ("Kimi Linear", 2025, equation 1) has a decay ``a`` of its own for each channel of
-``k``. Mamba-2 (Dao and Gu, "Transformers are SSMs", 2024, equation 1) keeps one of ``d_state x d_head``::
+Kimi Delta Attention ("Kimi Linear", 2025, equation 1) has a decay ``a`` of its own for each
+channel of ``k``. Mamba-2 (Dao and Gu, "Transformers are SSMs", 2024, equation 1) keeps one
+of ``d_state x d_head``::
 
     S <- a S + B x^T,                 y = S^T C
 
@@ -54,11 +55,7 @@ _CONV_BITS = 16
 
 
 def layer_kinds(config: Config, num_layers: int) -> list[str]:
-    """The kind of each layer.
-
-    Raises:
-        ConfigError: one is unknown, or all keep states, so that there is no KV.
-    """
+    """The kind of each layer. Raises ConfigError if one is unknown, or there is no KV."""
     types = config.get("layer_types")
     if delta := config.get("linear_attn_config"):  # numbers layers from 1
         recurrent = delta["kda_layers"]
@@ -93,12 +90,8 @@ def layer_kinds(config: Config, num_layers: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentLayer:
-    """One recurrent layer.
-
-    params: its parameters.
-    state_bytes: size of one request's state.
-    flops_per_token: of the recurrence, besides the matrices.
-    """
+    """One recurrent layer: its parameters, the size of one request's state, and the FLOPs of the
+    recurrence for each token, besides the matrices."""
 
     params: int
     state_bytes: int
@@ -193,16 +186,9 @@ _POSITIONS_PER_SOUND_TOKEN = 2
 
 
 def encoder_flops_per_token(config: Config) -> float:
-    """FLOPs of the encoder for one placeholder in a prompt.
-
-    Args:
-        config: a ``config.json``. One without ``vision_config`` and ``audio_config`` has no
-            encoder.
-
-    Returns:
-        Those of images, of a model that takes sounds, too. 0.0 for a model without an
-        encoder, or one that is not counted.
-    """
+    """FLOPs of the encoder for one placeholder of a prompt, by a ``config.json``: those of
+    images, of a model that takes sounds, too. 0.0 without an encoder, or for one that is
+    not counted."""
     config = config.get("thinker_config") or config
     vision = config.get("vision_config") or {}
     if vision:
@@ -267,29 +253,25 @@ class ModelSpec:
     """A model's size, for the cost model (BlendServe, section 2.3).
 
     num_params: P, all parameters of the language model.
-    num_active_params: parameters used for one token. All of them for a dense model, as
-        in the paper (including the embedding table: 8e9 for Llama-3.1-8B). For a
-        mixture of experts, without the experts that are not chosen.
+    num_active_params: parameters used for one token: without the experts that are not chosen,
+        and with the embedding table, as in the paper.
     num_layers: L, layers whose attention reads all tokens.
     hidden: H, width of attention over all heads. With latent attention, the mean of
         the widths of keys and values.
     kv_bytes_per_token: one token's KV in all layers that have attention, those with a
-        sliding window included. Recurrent layers have none.
+        sliding window included.
     weight_bytes: size of all weights in memory.
     kv_shards: number of devices among which one token's KV can be divided: the KV
         heads, 1 for latent attention. None: any number.
-    in_8_bits: whether weights and activations have 8 bits, so that matrices can be
-        multiplied at a device's rate for these.
-    state_bytes: a request's recurrent states in all layers. A decode step reads and
-        writes them, however long the request is.
+    in_8_bits: whether matrices can be multiplied at a device's rate for 8 bits.
+    state_bytes: a request's recurrent states in all layers.
     window: tokens that sliding-window layers read at most, 0 without such layers. Layers
         with chunked attention count as full ones.
     window_kv_bytes_per_token: the part of ``kv_bytes_per_token`` in these layers.
     own_window_pool: whether SGLang keeps it in a pool of its own.
-    other_flops_per_token: compute of recurrences and windows, which does not grow with
-        the prompt: 4 W H for each window layer, as if all windows were full.
-    encoder_flops_per_token: compute of the encoder of images or sounds for each of their
-        placeholders.
+    other_flops_per_token: compute of recurrences and windows: 4 W H for each window layer, as if
+        all windows were full.
+    encoder_flops_per_token: compute of the encoder for each placeholder of images or sounds.
     shape: the operators of a forward pass. None: not counted.
 
     Raises:
@@ -332,10 +314,8 @@ class ModelSpec:
         return self.kv_bytes_per_token - self.window_kv_bytes_per_token
 
     def kv_replicas(self, tp: int) -> float:
-        """The number of copies of a token's KV that ``tp`` devices store and read.
-
-        With more devices than KV heads, some devices hold copies of a head.
-        """
+        """Copies of a token's KV that ``tp`` devices have: more than 1 with more devices
+        than KV heads."""
         return 1.0 if self.kv_shards is None else max(1.0, tp / self.kv_shards)
 
     @classmethod
@@ -352,19 +332,16 @@ class ModelSpec:
         Dense models and mixtures of experts with multi-head, grouped-query or latent
         attention are supported, also between gated delta nets, Kimi Delta Attention or
         Mamba-2 layers. Matrices are counted exactly, norms and biases as in the common
-        families. In a multimodal model the language model and the compute of its encoder
-        are counted, and in a model with extra layers for multi-token prediction those
-        for the next token.
+        families. In a multimodal model the language model and the compute of its encoder are
+        counted.
 
         Args:
             config: the parsed ``config.json``, or ``PretrainedConfig.to_dict()``, which
                 also has the keys that a file may leave at their defaults.
-            kv_dtype: dtype of the KV cache. None or ``"auto"``: that of the
-                activations.
+            kv_dtype: dtype of the KV cache. None or ``"auto"``: that of the activations.
             weight_dtype: dtype of all weights, instead of the one in ``config``. With
                 fewer than 16 bits, only of the matrices inside the layers. None or
-                ``"auto"``: as stored, with float32 counted as 16 bits, as engines load
-                it.
+                ``"auto"``: as stored, float32 as 16 bits, as engines load it.
             quantization: SGLang's ``--quantization``, for a checkpoint that is not.
 
         Raises:
@@ -426,7 +403,7 @@ def _count(
         kv_bytes_per_token=attention.kv_values * num_attention * kv_bits / 8,
         weight_bytes=math.ceil(stored_bits / 8),
         kv_shards=attention.kv_shards,
-        in_8_bits=bits.in_8_bits,
+        in_8_bits=bits.rate_bits == 8,
         state_bytes=recurrent.state_bytes * num_recurrent,
         window=window,
         window_kv_bytes_per_token=attention.kv_values * num_windows * kv_bits / 8,

@@ -47,14 +47,12 @@ from .weights import Matrix, ModelShape, Split
 class StepSample(NamedTuple):
     """A step that an engine measured.
 
-    prompt_tokens, prompts: tokens of prompts that it computed, and the number of requests
-        that they are of.
+    prompt_tokens, prompts: tokens of prompts that it computed, and their requests.
     decodes: requests that decoded, a token each.
     attended: sum of ``(before + new)^2 - before^2`` over the prompts, twice the pairs of
         tokens that attention computed.
-    context: sum of ``before + new``: the tokens of these prompts up to here.
-    squares: sum of ``(before + new)^2``. Some engines compute a prompt's attention anew, with
-        the tokens that are in the cache.
+    context, squares: sums of ``before + new``, and of ``(before + new)^2``: some engines compute a
+        prompt's attention anew, with the tokens that are in the cache.
     kv_tokens: tokens of KV that the decodes read.
     requests: half of those that arrived or ended while it ran.
     after_prompts: 1 if the step before it computed prompts.
@@ -96,16 +94,14 @@ _LINK_BYTES_PER_S = 32e9
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """The work of a step. All float64, of one shape, one element for each step.
-
-    With attention ranks, the work of one of them.
+    """The work of a step of one attention rank. All float64, one element for each step.
 
     tokens: of prompts and answers.
     rows: those whose logits are needed.
     decodes: requests that decode, each of which reads and writes its states.
     prompt_pairs: pairs of a prompt's token and one that it attends to, itself included.
-    kv_tokens: tokens of KV that decodes read in layers that read all.
-    window_kv_tokens: the same in sliding-window layers.
+    kv_tokens, window_kv_tokens: tokens of KV that decodes read in layers that read all, and in
+        sliding-window layers.
     """
 
     tokens: Floats
@@ -117,46 +113,38 @@ class StepWork:
 
     @classmethod
     def of(
-        cls,
-        tokens: float | Floats,
-        rows: float | Floats,
-        *,
-        decodes: float | Floats = 0.0,
-        prompt_pairs: float | Floats = 0.0,
-        kv_tokens: float | Floats = 0.0,
-        window_kv_tokens: float | Floats = 0.0,
+        cls, tokens: float | Floats, rows: float | Floats, **others: float | Floats
     ) -> StepWork:
-        """From numbers and arrays, broadcast against each other."""
-        arrays = np.broadcast_arrays(
-            tokens, rows, decodes, prompt_pairs, kv_tokens, window_kv_tokens
-        )
-        return cls(*(array.astype(np.float64) for array in arrays))
+        """From numbers and arrays, broadcast against each other; other fields are 0."""
+        given = dict.fromkeys(cls.__slots__, 0.0) | {"tokens": tokens, "rows": rows}
+        given |= others
+        arrays = np.broadcast_arrays(*given.values())
+        named = zip(given, arrays, strict=True)
+        return cls(**{name: array.astype(np.float64) for name, array in named})
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
     """One kind of operator in all layers.
 
-    compute_s: seconds of its arithmetic.
-    memory_s: seconds in which it reads and writes memory.
-    link_s: seconds on links between devices.
+    compute_s, memory_s, link_s: seconds of its arithmetic, of its reads and writes of memory, and
+        on links between devices; arrays of the shape of the work, or numbers.
     kernels: that it starts.
     """
 
     name: str
-    compute_s: Floats
-    memory_s: Floats
-    link_s: Floats
-    kernels: int
+    compute_s: Floats | float = 0.0
+    memory_s: Floats | float = 0.0
+    link_s: Floats | float = 0.0
+    kernels: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
     """Seconds of a step by the limits of its operators, each of the shape of the work.
 
-    compute_s: operators whose arithmetic takes longer than their reads.
-    memory_s: operators whose reads take longer.
-    kv_s: of these the reading of KV and states.
+    compute_s, memory_s: operators whose arithmetic, or whose reads, take longer.
+    kv_s: of the latter the reading of KV and states.
     link_s: sending to other devices.
     idle_s: starts of kernels, and the time that the device waits for the engine.
     """
@@ -194,10 +182,8 @@ class StepSeconds:
 def step_seconds(
     model: ModelSpec, hardware: HardwareSpec, parallel: Parallelism, work: StepWork
 ) -> StepSeconds:
-    """Seconds of a step on each of a replica's devices.
-
-    With ``pp`` stages: of a round, in which each stage works on all of ``pp`` micro-batches, one
-    of which is ``work``.
+    """Seconds of a step on each of a replica's devices. With ``pp`` stages: of a round, in which
+    each stage works on all of ``pp`` micro-batches, one of which is ``work``.
 
     Raises:
         ConfigError: the model's operators are not known.
@@ -221,11 +207,7 @@ def step_seconds(
 def operators(
     model: ModelSpec, hardware: HardwareSpec, parallel: Parallelism, work: StepWork
 ) -> Iterator[Operator]:
-    """All operators of :func:`step_seconds`.
-
-    Raises:
-        ConfigError: the model's operators are not known.
-    """
+    """All operators of :func:`step_seconds`. Raises ConfigError if they are not known."""
     shape = model.shape
     if shape is None:
         raise ConfigError(
@@ -233,7 +215,6 @@ def operators(
             "ModelSpec.from_hf_config()."
         )
     device = _Device(hardware)
-    nothing = np.zeros_like(work.tokens)
     ranks = parallel.attention_ranks
     together = work.tokens * ranks
     for matrix in shape.mixers:
@@ -250,9 +231,10 @@ def operators(
     residual_bytes = shape.residual * _ACTIVATION_BYTES * work.tokens
     layer_bytes = _RESIDUAL_PASSES * residual_bytes * shape.num_layers
     kernels = _LAYER_KERNELS * shape.num_layers + _EXPERT_KERNELS * shape.expert_layers
-    yield Operator("between", nothing, layer_bytes / device.bandwidth, nothing, kernels)
+    between_s = layer_bytes / device.bandwidth
+    yield Operator("between", memory_s=between_s, kernels=kernels)
     logits = work.rows * shape.head.outputs * _LOGIT_BYTES * _LOGIT_PASSES
-    yield Operator("sampling", nothing, logits / device.bandwidth, nothing, 0)
+    yield Operator("sampling", memory_s=logits / device.bandwidth)
     yield from _reductions(shape, device, parallel, residual_bytes)
 
 
@@ -276,10 +258,8 @@ class _Device:
     def product_s(
         self, tokens: Floats, inputs: int, outputs: int, rate_bits: int, number: Floats
     ) -> Floats:
-        """Seconds of the arithmetic of ``number`` products of ``tokens`` each.
-
-        They run as one kernel, whose tiles fill the device together.
-        """
+        """Seconds of the arithmetic of ``number`` products of ``tokens`` each, run as one
+        kernel."""
         rate = self.flops[rate_bits]
         if self.cores is None:
             exact: Floats = 2.0 * inputs * outputs * tokens * number / rate
@@ -302,12 +282,18 @@ def _product(
     compute = device.product_s(tokens, inputs, outputs, matrix.rate_bits, once)
     moved: Floats = tokens * (inputs + outputs) * _ACTIVATION_BYTES
     moved = moved + inputs * outputs * matrix.bits / 8
+    return _in_all_layers(name, device, matrix, compute, moved)
+
+
+def _in_all_layers(
+    name: str, device: _Device, matrix: Matrix, compute_s: Floats, moved: Floats
+) -> Operator:
+    """A product by the seconds of its arithmetic and the bytes that it moves in one layer."""
     return Operator(
         name,
-        compute * matrix.count,
+        compute_s * matrix.count,
         moved / device.bandwidth * matrix.count,
-        np.zeros_like(tokens),
-        matrix.count,
+        kernels=matrix.count,
     )
 
 
@@ -323,13 +309,7 @@ def _experts(
     compute = device.product_s(each, inputs, outputs, matrix.rate_bits, here)
     moved = here * inputs * outputs * matrix.bits / 8
     moved = moved + routed / parallel.ep * (inputs + outputs) * _ACTIVATION_BYTES
-    return Operator(
-        "experts",
-        compute * matrix.count,
-        moved / device.bandwidth * matrix.count,
-        np.zeros_like(tokens),
-        matrix.count,
-    )
+    return _in_all_layers("experts", device, matrix, compute, moved)
 
 
 def experts_used(experts: int, chosen: int, tokens: Floats) -> Floats:
@@ -356,37 +336,28 @@ def _attention(
     work: StepWork,
 ) -> Iterator[Operator]:
     tp = parallel.attention_tp
-    nothing, rate = np.zeros_like(work.tokens), device.flops[16]
+    rate = device.flops[16]
     flops = 4.0 * model.hidden * model.num_layers * work.prompt_pairs
     others = model.other_flops_per_token * work.tokens
-    yield Operator(
-        "attention of prompts", (flops + others) / tp / rate, nothing, nothing, 0
-    )
+    yield Operator("attention of prompts", (flops + others) / tp / rate)
     copies = model.kv_replicas(tp) / tp
     read = model.full_kv_bytes_per_token * work.kv_tokens
     read = read + model.window_kv_bytes_per_token * work.window_kv_tokens
     arithmetic = shape.decode_flops_per_kv_token * work.kv_tokens / tp / rate
-    yield Operator(
-        ATTENTION_OF_ANSWERS,
-        arithmetic,
-        read * copies / device.bandwidth,
-        nothing,
-        0,
-    )
+    yield Operator(ATTENTION_OF_ANSWERS, arithmetic, read * copies / device.bandwidth)
     if model.state_bytes:
         states = 2.0 * model.state_bytes * work.decodes / tp
-        yield Operator(STATES, nothing, states / device.bandwidth, nothing, 0)
+        yield Operator(STATES, memory_s=states / device.bandwidth)
 
 
 def _reductions(
     shape: ModelShape, device: _Device, parallel: Parallelism, residual_bytes: Floats
 ) -> Iterator[Operator]:
     """The reductions over devices, and the sends between stages."""
-    nothing = np.zeros_like(residual_bytes)
 
     def reduce_s(sent: Floats, devices: int) -> Floats:
         if devices == 1:
-            return nothing
+            return np.zeros_like(sent)
         ring = 2.0 * (devices - 1) / devices * sent / device.link
         seconds: Floats = ring + _REDUCE_S
         return seconds
@@ -398,7 +369,7 @@ def _reductions(
     link = (behind_attention + behind_others) * layers
     if parallel.pp > 1:
         link = link + residual_bytes / device.link * (parallel.pp - 1)
-    yield Operator("links", nothing, nothing, link, 0)
+    yield Operator("links", link_s=link)
 
 
 # Tokens of a step at which products are timed: each number at first, as experts are read one
@@ -419,11 +390,7 @@ def step_costs(
 ) -> CostModel:
     """Costs of one attention rank's requests, the other ranks' steps being like its own.
 
-    With ``pp`` stages, a step is a round in which each of ``pp`` micro-batches passes all of
-    them.
-
-    Args:
-        shared_kv_read_once, interference_exponent: as of :class:`~.cost_model.CostModel`.
+    With ``pp`` stages, a step is a round in which each micro-batch passes all of them.
 
     Raises:
         ConfigError: the model's operators are not known, or a setting is out of range.
@@ -446,6 +413,8 @@ def step_costs(
         return float(many.total_s - none.total_s) / _MANY / pp
 
     kv_read_s = of_one(kv_tokens=1.0)
+    encoder_rate = hardware.compute_flops * hardware.efficiency.matrix_share
+    encoder_rate *= parallel.attention_tp
     return CostModel(
         token_time_s=least_token_s(table, interference_exponent),
         kv_read_time_s=kv_read_s,
@@ -457,12 +426,7 @@ def step_costs(
         state_reads=of_one(decodes=1.0) / kv_read_s,
         window=model.window,
         window_reads=of_one(window_kv_tokens=1.0) / kv_read_s,
-        encoder_token_time_s=model.encoder_flops_per_token
-        / (
-            hardware.compute_flops
-            * hardware.efficiency.matrix_share
-            * parallel.attention_tp
-        ),
+        encoder_token_time_s=model.encoder_flops_per_token / encoder_rate,
         table=table,
     )
 

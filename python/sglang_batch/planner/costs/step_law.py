@@ -76,11 +76,7 @@ class StepLaw:
     num_samples: int
 
     def applied(self, cost: CostModel) -> CostModel:
-        """The same machine by its own steps.
-
-        Args:
-            cost: by the datasheet, as the law was fitted with.
-        """
+        """The same machine, of which ``cost`` is by its datasheet, by its own steps."""
         compute, memory, attention, kv = self.factors
         table = cost.step_table.copy()
         table[[COMPUTE, HEAD_COMPUTE]] *= compute
@@ -109,14 +105,11 @@ def samples_array(samples: list[StepSample]) -> Floats:
 
 
 def fit_step_law(samples: Floats, cost: CostModel) -> StepLaw | None:
-    """The law of measured steps.
+    """The law of measured steps, None if fewer than :data:`MIN_SAMPLES` are usable.
 
     Args:
         samples: float64 ``[n, 10]``, the fields of :class:`StepSample`.
         cost: of the machine by its datasheet.
-
-    Returns:
-        None if there are fewer than :data:`MIN_SAMPLES` usable steps.
     """
     usable = np.isfinite(samples).all(axis=1) & (samples[:, 0] > 0)
     usable &= samples[:, 1] + samples[:, 3] > 0

@@ -35,12 +35,7 @@ class LeafWork(NamedTuple):
 def leaf_work(
     tree: PrefixTree, cost: CostModel, est_output_len: Floats, est_output_len_sq: Floats
 ) -> LeafWork:
-    """Estimated work at the leaves.
-
-    Args:
-        est_output_len, est_output_len_sq: float64 ``[n]`` by request, first and second
-            moment of the output length.
-    """
+    """Estimated work at the leaves, from both moments by request, float64 ``[n]``."""
     lengths = est_output_len[tree.order]
     lengths_sq = est_output_len_sq[tree.order]
     memory = cost.memory_time_s(read_len(tree, cost), lengths, lengths_sq)
@@ -50,10 +45,9 @@ def leaf_work(
 def read_len(tree: PrefixTree, cost: CostModel) -> Floats:
     """Prompt tokens that each request reads in a decode step, float64 ``[n]`` by leaf.
 
-    The whole prompt, or with ``shared_kv_read_once`` (BlendServe 6.2) the request's
-    share of it: a prefix is read once for all requests below it, and its tokens are
-    spread evenly over them as if they ran together. States and windows are added, as
-    tokens that take as long to read.
+    The whole prompt, or with ``shared_kv_read_once`` (BlendServe 6.2) the request's share of it:
+    a prefix's tokens are spread evenly over the requests below it. States and windows are added,
+    as tokens that take as long to read.
     """
     more = cost.more_reads(tree.input_len)
     if cost.shared_kv_read_once:
@@ -64,11 +58,8 @@ def read_len(tree: PrefixTree, cost: CostModel) -> Floats:
 def decode_step_moments(
     est_output_len: Floats, est_output_len_sq: Floats
 ) -> tuple[Floats, Floats]:
-    """``est_decode_steps`` and ``est_decode_steps_sq`` in SGLang, each float64 ``[n]``.
-
-    The first output token comes with the prompt, so ``d`` tokens take ``d - 1`` decode
-    steps, and ``E[(d - 1)^2] = E[d^2] - 2 E[d] + 1``.
-    """
+    """``est_decode_steps`` and ``est_decode_steps_sq`` in SGLang, each float64 ``[n]``: the first
+    token comes with the prompt, and ``E[(d - 1)^2] = E[d^2] - 2 E[d] + 1``."""
     steps = np.maximum(est_output_len - 1.0, 0.0)
     steps_sq = est_output_len_sq - 2.0 * est_output_len + 1.0
     return steps, np.maximum(steps_sq, steps**2)
@@ -85,8 +76,7 @@ def planned_work(
     """Estimated compute and memory time of the whole job, in seconds.
 
     Args:
-        est_output_len, est_output_len_sq: float64 ``[n]`` by request, first and second
-            moment of the output length.
+        est_output_len, est_output_len_sq: float64 ``[n]`` by request, both moments.
         as_sglang: whether the first output token comes with the prompt.
     """
     least = 1
@@ -97,9 +87,7 @@ def planned_work(
         least = 0
     lengths = est_output_len[tree.order]
     computed = tree.num_unique_tokens + np.maximum(least, np.rint(lengths)).sum()
-    before = tree.lcp.astype(np.float64) ** 2
-    attended = (tree.input_len.astype(np.float64) ** 2 - before).sum()
-    compute = computed * cost.token_time_s + attended * cost.attention_time_s
+    compute = computed * cost.token_time_s + attended(tree) * cost.attention_time_s
     compute += _encoder_s(tree, cost)
     reads = read_len(tree, cost)
     memory = cost.memory_time_s(reads, lengths, est_output_len_sq[tree.order])
@@ -109,18 +97,22 @@ def planned_work(
 def node_work(
     tree: PrefixTree, cost: CostModel, work: LeafWork
 ) -> tuple[Floats, Floats]:
-    """Compute and memory time below each node, float64 ``[m]`` each, in seconds.
-
-    A node's prefix, from the root on, counts once, as if no request outside shared it.
-    """
+    """Compute and memory time below each node, float64 ``[m]`` each, in seconds. A node's prefix,
+    from the root on, counts once, as if no request outside shared it."""
     prefill = tree.unique_tokens_below() * float(cost.token_time_s)
     if cost.attention_time_s:
-        prefill += cost.attention_time_s * _attended(tree)
+        prefill += cost.attention_time_s * _attended_below(tree)
     prefill += cost.encoder_token_time_s * tree.unique_media_below()
     return prefill + tree.subtree_sums(work.decode_s), tree.subtree_sums(work.memory_s)
 
 
-def _attended(tree: PrefixTree) -> Floats:
+def attended(tree: PrefixTree) -> float:
+    """Sum of p^2 of the whole job, shared prefixes once."""
+    squares = tree.input_len.astype(np.float64) ** 2
+    return float((squares - tree.lcp.astype(np.float64) ** 2).sum())
+
+
+def _attended_below(tree: PrefixTree) -> Floats:
     """Sum of p^2 below each node, shared prefixes once, float64 ``[m]``."""
     squares = tree.input_len.astype(np.float64) ** 2
     shared = tree.lcp.astype(np.float64) ** 2
@@ -132,19 +124,14 @@ def root_density(tree: PrefixTree, cost: CostModel, work: LeafWork) -> float:
     """Compute density of the whole job, which every step should have."""
     compute = tree.num_unique_tokens * cost.token_time_s + work.decode_s.sum()
     if cost.attention_time_s:
-        squares = tree.input_len.astype(np.float64) ** 2
-        shared = tree.lcp.astype(np.float64) ** 2
-        compute += (squares - shared).sum() * cost.attention_time_s
+        compute += attended(tree) * cost.attention_time_s
     compute += _encoder_s(tree, cost)
     return float(compute_density(compute, work.memory_s.sum()))
 
 
 def leaf_compute(tree: PrefixTree, cost: CostModel, work: LeafWork) -> Floats:
-    """Compute time of each request, shared prefixes spread, float64 ``[n]`` in seconds.
-
-    The cost of a prefix is divided evenly among the requests below it, so a request
-    whose prompt is mostly shared costs little more than its own tokens.
-    """
+    """Compute time of each request, float64 ``[n]`` in seconds. The cost of a prefix is divided
+    evenly among the requests below it."""
     compute: Floats = _spread(tree, 1) * cost.token_time_s + work.decode_s
     if cost.attention_time_s:
         compute += _spread(tree, 2) * cost.attention_time_s
@@ -167,10 +154,7 @@ def leaf_densities(tree: PrefixTree, cost: CostModel, work: LeafWork) -> Floats:
 
 
 def _spread(tree: PrefixTree, power: int) -> Floats:
-    """Each leaf's share of the sum of ``p ** power``, float64 ``[n]``.
-
-    Prefixes are divided evenly among the leaves below them.
-    """
+    """Each leaf's share of the sum of ``p ** power``, float64 ``[n]``, prefixes divided evenly."""
     reached = tree.depth.astype(np.float64) ** power
     return _spread_of(tree, reached, tree.input_len.astype(np.float64) ** power)
 
@@ -178,12 +162,8 @@ def _spread(tree: PrefixTree, power: int) -> Floats:
 def _spread_of(
     tree: PrefixTree, reached: Floats | Int32s, whole: Floats | Int32s
 ) -> Floats:
-    """Each leaf's share of a count along the prompts, float64 ``[n]``.
-
-    Args:
-        reached: ``[m]``, up to the end of each node.
-        whole: ``[n]``, up to the end of each leaf's prompt.
-    """
+    """Each leaf's share, float64 ``[n]``, of a count that reaches ``reached[m]`` at the end of each
+    node and ``whole[n]`` at the end of each prompt."""
     gained = reached - np.where(tree.parent >= 0, reached[tree.parent], 0.0)
     per_leaf = gained / np.maximum(tree.leaf_end - tree.leaf_begin, 1)
     above = _sum_over_path(tree.parent, per_leaf)

@@ -38,52 +38,37 @@ class WeightBits:
 
     plain: outside the layers, where nothing is quantised.
     attention, feed_forward: in the layers.
-    in_8_bits: whether activations are quantised, too, so that matrices are multiplied
-        at the rate of 8 bits.
-    in_4_bits: the same with 4 bits.
+    rate_bits: of the operands that are multiplied, 16, 8 or 4: fewer than 16 where activations
+        are quantised, too.
     """
 
     plain: float
     attention: float
     feed_forward: float
-    in_8_bits: bool = False
-    in_4_bits: bool = False
-
-    @property
-    def rate_bits(self) -> int:
-        """Bits of the operands that are multiplied: 16, 8 or 4."""
-        if self.in_4_bits:
-            return 4
-        return 8 if self.in_8_bits else 16
+    rate_bits: int = 16
 
 
-# Attention, feed-forward network, and whether activations have 8 bits, for methods whose
-# weights are of one kind. SGLang quantises with most of them while it loads.
-_METHODS: dict[str, tuple[float, float, bool]] = {
-    **dict.fromkeys(("fp8", "fbgemm_fp8", "modelopt_fp8", "w8a8_fp8"), (8, 8, True)),
-    "w8a8_int8": (8, 8, True),
-    "mxfp8": (8.25, 8.25, True),
-    **dict.fromkeys(
-        ("modelopt_fp4", "nvfp4", "nvfp4_online", "petit_nvfp4"), (4.5, 4.5, False)
-    ),
-    "quark_mxfp4": (4.25, 4.25, False),
-    "mxfp4": (16, 4.25, False),  # the experts only
-    "w4afp8": (8, 4 + 16 / 128, True),
-    "quark_int4fp8_moe": (8, 4, True),
-    "bitsandbytes": (4.25, 4.25, False),
+# Bits of attention, of the feed-forward network and of operands, for methods whose weights are
+# of one kind. SGLang quantises with most of them while it loads.
+_METHODS: dict[str, tuple[float, float, int]] = {
+    **dict.fromkeys(("fp8", "fbgemm_fp8", "modelopt_fp8", "w8a8_fp8"), (8, 8, 8)),
+    "w8a8_int8": (8, 8, 8),
+    "mxfp8": (8.25, 8.25, 8),
+    **dict.fromkeys(("modelopt_fp4", "nvfp4", "nvfp4_online"), (4.5, 4.5, 4)),
+    "petit_nvfp4": (4.5, 4.5, 16),
+    "quark_mxfp4": (4.25, 4.25, 16),
+    "mxfp4": (16, 4.25, 16),  # the experts only
+    "w4afp8": (8, 4 + 16 / 128, 8),
+    "quark_int4fp8_moe": (8, 4, 8),
+    "bitsandbytes": (4.25, 4.25, 16),
 }
-# Methods of 4-bit weights whose activations have 4 bits, too.
-_IN_4_BITS = ("modelopt_fp4", "nvfp4", "nvfp4_online")
 # Methods of which quantization_config has the bits and the size of a group.
 _BY_GROUPS = {"awq", "awq_marlin", "gptq", "gptq_marlin", "auto-round", "moe_wna16"}
 
 
 def dtype_bits(dtype: object) -> float:
-    """Bits of one value, for a dtype's name in torch, SGLang or a ``config.json``.
-
-    Raises:
-        ConfigError: the name is unknown.
-    """
+    """Bits of one value, for a dtype's name in torch, SGLang or a ``config.json``. Raises
+    ConfigError if it is unknown."""
     name = str(dtype).removeprefix("torch.").lower()
     if name not in _DTYPE_BITS:
         raise ConfigError(
@@ -104,8 +89,7 @@ def weight_bits(
         quantization: SGLang's ``--quantization``, for a checkpoint that is not.
 
     Raises:
-        ConfigError: the dtype is unknown.
-        UnknownQuantisation: the size of a quantised weight is not known.
+        ConfigError: the dtype is unknown (UnknownQuantisation: the size of a weight).
     """
     if weight_dtype not in (None, "auto"):
         given = dtype_bits(weight_dtype)
@@ -119,32 +103,30 @@ def weight_bits(
     algorithm = str(stored.get("quant_algo", "")).lower()
     if method == "modelopt" and algorithm in ("fp8", "nvfp4"):
         method = algorithm
-    attention, feed_forward, in_8_bits = _quantised(method, stored)
-    return WeightBits(
-        plain, min(attention, plain), feed_forward, in_8_bits, method in _IN_4_BITS
-    )
+    attention, feed_forward, rate_bits = _quantised(method, stored)
+    return WeightBits(plain, min(attention, plain), feed_forward, rate_bits)
 
 
-def _quantised(method: str, stored: Config) -> tuple[float, float, bool]:
+def _quantised(method: str, stored: Config) -> tuple[float, float, int]:
     if method in _BY_GROUPS and stored.get("bits"):
         each = _in_groups(stored["bits"], stored.get("group_size"))
-        return each, each, False
+        return each, each, 16
     if method == "compressed-tensors":
         return _compressed(stored)
     if method == "quark":
         return _quark(stored)
     if method == "bitsandbytes" and stored and not stored.get("load_in_4bit"):
-        return 8, 8, False
+        return 8, 8, 16
     if method not in _METHODS:
         raise UnknownQuantisation(
             f"the bits of a weight are not known for quantization {method!r}, only for "
             f"{', '.join(sorted(_METHODS.keys() | _BY_GROUPS))}; give weight_dtype."
         )
-    attention, feed_forward, in_8_bits = _METHODS[method]
+    attention, feed_forward, rate_bits = _METHODS[method]
     if block := stored.get("weight_block_size"):
         scale = 32 / math.prod(block) if method == "fp8" else 0
         attention, feed_forward = attention + scale, feed_forward + scale
-    return attention, feed_forward, in_8_bits
+    return attention, feed_forward, rate_bits
 
 
 def _in_groups(bits: float, group: int | None) -> float:
@@ -152,7 +134,7 @@ def _in_groups(bits: float, group: int | None) -> float:
     return float(bits + ((16 + bits) / group if group and group > 0 else 0))
 
 
-def _compressed(stored: Config) -> tuple[float, float, bool]:
+def _compressed(stored: Config) -> tuple[float, float, int]:
     groups: Config = stored.get("config_groups") or {}
     scheme: Config = next(iter(groups.values()), {})
     weights = scheme.get("weights") or {}
@@ -166,10 +148,10 @@ def _compressed(stored: Config) -> tuple[float, float, bool]:
     if weights.get("type") == "float" and group:
         each = bits + 8 / group
     inputs = scheme.get("input_activations") or {}
-    return each, each, bits == inputs.get("num_bits") == 8
+    return each, each, 8 if bits == inputs.get("num_bits") == 8 else 16
 
 
-def _quark(stored: Config) -> tuple[float, float, bool]:
+def _quark(stored: Config) -> tuple[float, float, int]:
     scheme = stored.get("global_quant_config") or {}
     weights = scheme.get("weight") or {}
     if isinstance(weights, list | tuple):  # a scheme in two stages
@@ -177,7 +159,7 @@ def _quark(stored: Config) -> tuple[float, float, bool]:
     name = str(weights.get("dtype", "")).lower()
     inputs = scheme.get("input_tensors") or {}
     if name.startswith("fp8") or name == "int8":
-        return 8, 8, bool(inputs)
+        return 8, 8, 8 if inputs else 16
     if name == "fp4":
         each = 4 + 8 / (weights.get("group_size") or 32)
     elif name in ("int4", "uint4"):
@@ -187,15 +169,11 @@ def _quark(stored: Config) -> tuple[float, float, bool]:
             f"quantization_config with quant_method='quark' has weights of {name!r}; give "
             "weight_dtype."
         )
-    return each, each, False
+    return each, each, 16
 
 
 def integer(config: Config, key: str) -> int:
-    """A whole number of a configuration.
-
-    Raises:
-        ConfigError: it is missing, or something else.
-    """
+    """A whole number of a configuration. Raises ConfigError if it is missing, or something else."""
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(
@@ -216,12 +194,8 @@ _UNGATED = {"phi", "gpt_neox", "starcoder2", "nemotron"}
 
 
 class Split(StrEnum):
-    """How tensor parallelism divides a matrix.
-
-    COLUMNS: each device has a part of the outputs.
-    ROWS: each device has a part of the inputs, and the sums are reduced over all.
-    WHOLE: each device has all of it.
-    """
+    """How tensor parallelism divides a matrix: by outputs, by inputs (so that sums are reduced over
+    all devices), or not at all."""
 
     COLUMNS = "columns"
     ROWS = "rows"
@@ -236,8 +210,7 @@ class Matrix:
     count: layers that have one.
     bits: of a stored weight, with its share of the scales.
     rate_bits: of the operands that are multiplied: 16, 8 or 4.
-    experts, chosen: of a mixture, experts of a layer and those that a token uses. 0 for
-        a matrix that every token uses.
+    experts, chosen: experts of a layer and those that a token uses, 0 for other matrices.
     """
 
     inputs: int
@@ -262,10 +235,8 @@ class ModelShape:
     mixers: matrices of attention and of recurrent layers.
     feed_forward: those of feed-forward networks and mixtures of experts.
     head: the output matrix, which only tokens that are sampled pass.
-    residual: width of the hidden state between layers, which tensor parallelism reduces
-        over all devices twice in a layer.
-    num_layers: all layers.
-    expert_layers: layers with a mixture of experts.
+    residual: width of the hidden state between layers.
+    num_layers, expert_layers: all layers, and those with a mixture of experts.
     decode_flops_per_kv_token: arithmetic of a decode step for each token of KV, in all
         layers that read all tokens.
     """
@@ -365,12 +336,8 @@ class AttentionMatrices:
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """All layers' feed-forward networks.
-
-    params: all parameters, with biases.
-    idle_params: those that a token leaves unused.
-    expert_layers: layers with a mixture of experts.
-    """
+    """All layers' feed-forward networks: parameters with biases, those that a token leaves unused,
+    and layers with a mixture of experts."""
 
     matrices: tuple[Matrix, ...]
     params: int

@@ -41,8 +41,8 @@ class FieldOrders:
 
     orders: int16 ``[rows, fields]``, fields by their number in the table. Rows with equal
         values have equal orders.
-    weight: of the prefix tree with these orders, in the unit of the table's lengths.
-    own_weight: with the table's own order. It is at least ``weight``.
+    weight, own_weight: of the prefix tree with these orders, and with the table's own order, in
+        the unit of the table's lengths.
     """
 
     orders: Int16s
@@ -62,16 +62,15 @@ def field_orders(
 
     Values that a group of rows has in common come first, which is best, and the group is
     split by the values of other fields. Fields that depend on others in a group follow
-    them by that: nothing is assumed about other rows. Where the table's own order is
-    lighter after all, as it may be if texts that differ begin alike, it is kept.
+    them by that. Where the table's own order is lighter after all, as it may be if texts that
+    differ begin alike, it is kept.
 
     Args:
         head: the first field stays first in all rows: it is the text before the fields.
-        to_follow: the rows are a sample, whose orders others follow
-            (:class:`.order_tree.OrderTree`). All rows of a group are then split by one field
-            where that is good, so that the others find their way.
-        exact_rows: groups of up to so many rows are split in the best way.
-        merged_rows: groups of up to so many rows are also split bottom up.
+        to_follow: the rows are a sample, whose orders others follow (:class:`OrderTree`). All
+            rows of a group are then split by one field where that is good.
+        exact_rows, merged_rows: groups of up to so many rows are split in the best way, and are
+            also split bottom up.
     """
     own = own_orders(table)
     own_weight = prefix_weight(table, own)
@@ -95,11 +94,9 @@ def field_orders(
 
 
 class _Search:
-    """Tries the ways to choose groups, for the whole tree and then for its parts.
-
-    A way is tried by ordering all rows below with it. Trials are limited by the
-    values that are looked at, not by time, so the result is the same on any machine.
-    """
+    """Tries the ways to choose groups, for the whole tree and then for its parts. Trials
+    are limited by the values that are looked at, so the result is the same on any
+    machine."""
 
     def __init__(
         self,
@@ -116,14 +113,11 @@ class _Search:
         self._ways = ways
         self._limits = exact_rows, merged_rows
         self._edges = edges._replace(edge=self.edge)
-        self._work = scratch(len(kinds), len(edges.lens))
+        self._work = scratch(len(kinds), edges.lens)
 
     def improve(self, parts: list[tuple[Int32s, int]]) -> None:
-        """Order parts of the rows, each of which lists the same first fields.
-
-        Args:
-            parts: the rows of each, and the fields that they list already.
-        """
+        """Order parts of the rows: the rows of each, and the number of first fields that
+        they list."""
         left = _TRIED * self.edge.size
         # The largest first: an order for many rows is worth most.
         waiting = [
@@ -196,12 +190,9 @@ def first_groups(
     splitting: Splitting,
     orders: Int16s,
 ) -> tuple[int, Int32s]:
-    """How to split rows that list the same ``depth`` fields, after the fields in which they agree.
-
-    Returns:
-        The fields that they list with these, and the group of each row; -1: in none. No
-        groups if the rows agree in no other value.
-    """
+    """How to split rows that list the same ``depth`` fields: the fields that they list with
+    those in which they agree, and the group of each row, -1 for none. No groups if they
+    agree in no other."""
     used = np.zeros(edges.edge.shape[1], np.bool_)
     for k in range(depth):
         used[orders[rows[0], k]] = True
@@ -221,14 +212,12 @@ def order_rows(
     splitting: Splitting,
     orders: Int16s,
 ) -> int:
-    """Order the fields of rows that list the same ``depth`` fields, from there on down.
+    """Order the fields of rows that list the same ``depth`` fields, from there on down. Returns the
+    length that their tree saves over listing everything for each row.
 
     Args:
         rows: int32, sorted by this.
         orders: int16 ``[rows, fields]``, filled for these rows.
-
-    Returns:
-        The length that their tree saves over listing everything for each row.
     """
     saved = 0
     edge = edges.edge
@@ -331,7 +320,7 @@ def _groups(
     for k in range(m):
         for i in range(n):
             columns[k, i] = edge[rows[i], active[k]]
-    by_value, grouped = value_groups(columns, lens, splitting.way, work)
+    by_value, grouped = value_groups(columns, splitting.way, work)
     return merged if by_merging > by_value else grouped
 
 
@@ -393,11 +382,11 @@ class OrderTree:
 
     A row goes down from the root: by the value of the field that most rows list next, if
     other rows have this value there, or else of the next such field. Where no field leads
-    on, it lists the rest as most rows do there. So its order depends on its values alone.
+    on, it lists the rest as most rows do there.
 
     Args:
         values: int32 ``[rows, fields]``.
-        orders: int16 ``[rows, fields]``, see :class:`.field_orders.FieldOrders`.
+        orders: int16 ``[rows, fields]``, see :class:`FieldOrders`.
     """
 
     def __init__(self, values: Int32s, orders: Int16s) -> None:

@@ -26,8 +26,7 @@ _BLOCK = 64
 class FieldTable:
     """Rows of fields, each value by its number among the values of its field.
 
-    values: int32 ``[rows, fields]``. Values of a field are numbered from 0 in the order
-        of their texts.
+    values: int32 ``[rows, fields]``, from 0 in the order of the field's texts.
     lens: for each field, int32 ``[values]``: length of the value's text with its label,
         in tokens or bytes, at least 1.
     common: for each field, int32 ``[values]``: length that the text of a value has in
@@ -89,10 +88,8 @@ class FieldTable:
         return Edges(edge, lens, common, blocks.astype(np.int32), floors)
 
     def distinct_rows(self) -> tuple[Int64s, Int64s]:
-        """One row of each kind, and the kind of each row; both int64.
-
-        Rows count as equal if 64 bits of a hash of their values are.
-        """
+        """One row of each kind, and the kind of each row; both int64. Rows count as equal
+        if 64 bits of a hash of their values are."""
         keys = _row_keys(self.edges.edge)
         _, first, kind = np.unique(keys, return_index=True, return_inverse=True)
         in_order = np.argsort(first, kind="stable")
@@ -122,10 +119,8 @@ class Edges(NamedTuple):
 def common_len(
     common: Int32s, blocks: Int32s, floor: int, before: int, after: int
 ) -> int:
-    """Length that two values of one field have in common: the least in between.
-
-    ``before`` and ``after`` are edges, ``before < after``. It is at least ``floor``.
-    """
+    """Length that two values of one field, edges ``before < after``, have in common, at least
+    ``floor``: the least in between."""
     least = common[after]
     i = before + 1
     while i < after and least > floor:
@@ -193,14 +188,9 @@ Int16s = NDArray[np.int16]
 
 
 def prefix_weight(table: FieldTable, orders: Int16s) -> int:
-    """The weight of the prefix tree: the length to compute if each prefix is computed once.
-
-    Args:
-        orders: int16 ``[rows, fields]``, the fields of each row in its order.
-
-    Returns:
-        In the unit of the table's lengths.
-    """
+    """The weight of the prefix tree, in the unit of the table's lengths, with the fields of
+    each row in ``orders``, int16 ``[rows, fields]``: the length to compute if each prefix
+    is computed once."""
     edges = table.edges
     listed = np.take_along_axis(edges.edge, orders.astype(np.int64), axis=1)
     if not listed.size:

@@ -38,14 +38,17 @@ _WHOLE_FIELDS = 3
 
 
 class Scratch(NamedTuple):
-    """Working memory, so that small groups cost nothing for the size of the table.
+    """Lengths of edges, and working memory, so that small groups cost nothing for the size of
+    the table.
 
-    seen: int64 ``[edges]``, the last tag under which an edge was seen.
-    slot: int32 ``[edges]``, a number for it under that tag.
+    lens: int32 ``[edges]``.
+    seen, slot: int64 and int32 ``[edges]``, the last tag under which an edge was seen, and a
+        number for it under that tag.
     tag: int64 ``[1]``, the last tag given.
     sizes, moved: int32 ``[rows]``.
     """
 
+    lens: Int32s
     seen: Int64s
     slot: Int32s
     tag: Int64s
@@ -53,11 +56,12 @@ class Scratch(NamedTuple):
     moved: Int32s
 
 
-def scratch(num_rows: int, num_edges: int) -> Scratch:
+def scratch(num_rows: int, lens: Int32s) -> Scratch:
     """Working memory for a table of this size."""
     return Scratch(
-        np.zeros(num_edges, np.int64),
-        np.zeros(num_edges, np.int32),
+        lens,
+        np.zeros(len(lens), np.int64),
+        np.zeros(len(lens), np.int32),
         np.zeros(1, np.int64),
         np.zeros(num_rows + 1, np.int32),
         np.zeros(num_rows + 1, np.int32),
@@ -68,15 +72,8 @@ def scratch(num_rows: int, num_edges: int) -> Scratch:
 def group_by_edge(
     edges: Int32s, rows: Int32s, ends: Int32s, start: int, end: int, work: Scratch
 ) -> int:
-    """Sort ``rows[start:end]`` by their edge, in the order in which edges come first.
-
-    Args:
-        edges: int32 ``[n]``, the edge of each row.
-        ends: int32, filled with the end of each group.
-
-    Returns:
-        The number of groups.
-    """
+    """Sort ``rows[start:end]`` by their edge, in the order in which edges come first, and fill
+    ``ends`` with the end of each group. Returns the number of groups."""
     if end - start == 2:
         if edges[rows[start]] == edges[rows[start + 1]]:
             ends[0] = end
@@ -113,36 +110,28 @@ def group_by_edge(
 
 
 @jit
-def value_groups(
-    edge: Int32s, lens: Int32s, way: int, work: Scratch
-) -> tuple[int, Int32s]:
+def value_groups(edge: Int32s, way: int, work: Scratch) -> tuple[int, Int32s]:
     """Groups of rows, chosen in one of the ways above.
 
     Args:
-        edge: int32 ``[fields, n]``, each with values that repeat, and none with the same
-            value for all.
-        way: one of ``WAYS``.
+        edge: int32 ``[fields, n]``, each with values that repeat, none the same for all.
 
     Returns:
         The length that is saved at least, and the group of each row from 0, int32
         ``[n]``; -1: the row is in none.
     """
-    candidates = _candidates(edge, lens, work)
-    by_edge, saves, shares, size, first, chains, links, total = _savings(
-        edge, lens, candidates, work
-    )
+    candidates = _candidates(edge, work)
+    found = _savings(edge, candidates, work)
     if way != BY_FIELD:
-        worth = shares if way == BY_SHARED else saves
-        taken = _choose(by_edge, worth, size, first, way == PER_ROW, -1)
-        saved_in_all = _saved_by(
-            edge, lens, candidates, by_edge, taken, chains, links, work
-        )
+        worth = found.shares if way == BY_SHARED else found.saves
+        taken = _choose(found, worth, way == PER_ROW, -1)
+        saved_in_all = _saved_by(edge, candidates, found, taken, work)
         return saved_in_all, _numbered(edge, candidates, taken, work)
     most = -1
     chosen = np.full(edge.shape[1], -1, np.int32)
-    for k in np.argsort(-total, kind="mergesort")[:_WHOLE_FIELDS]:
-        taken = _choose(by_edge, saves, size, first, False, k)
-        length = _saved_by(edge, lens, candidates, by_edge, taken, chains, links, work)
+    for k in np.argsort(-found.total, kind="mergesort")[:_WHOLE_FIELDS]:
+        taken = _choose(found, found.saves, False, k)
+        length = _saved_by(edge, candidates, found, taken, work)
         if length > most:
             most = length
             chosen = taken
@@ -155,9 +144,8 @@ class Savings(NamedTuple):
     by_edge: int32 ``[c, n]``, rows sorted by their edge.
     saves, shares: float64 ``[c, n]``, length that the group of a row saves in all, and by the
         values that all of it share.
-    size, first: int32 ``[c, n]``, rows of the group of a row, and where it begins in ``by_edge``.
-    chains, links: int32 ``[c, fields]`` and int64 ``[c]``, fields that its groups list, and
-        their number.
+    size, first: int32 ``[c, n]``, rows of a row's group, and where it begins in ``by_edge``.
+    chains, links: int32 ``[c, fields]`` and int64 ``[c]``, fields that its groups list.
     total: int64 ``[c]``, length that all groups save.
     """
 
@@ -172,7 +160,7 @@ class Savings(NamedTuple):
 
 
 @jit
-def _savings(edge: Int32s, lens: Int32s, candidates: Int32s, work: Scratch) -> Savings:
+def _savings(edge: Int32s, candidates: Int32s, work: Scratch) -> Savings:
     """Try out the groups of each candidate."""
     m, n = edge.shape
     num = len(candidates)
@@ -191,14 +179,14 @@ def _savings(edge: Int32s, lens: Int32s, candidates: Int32s, work: Scratch) -> S
             by_edge[k, i] = i
         groups = group_by_edge(edge[c], by_edge[k], ends, 0, n, work)
         group_ends = ends[:groups].copy()
-        links[k] = _chain(edge, lens, c, by_edge[k], group_ends, chains[k], work)
+        links[k] = _chain(edge, c, by_edge[k], group_ends, chains[k], work)
         saved = _chain_saves(
-            edge, lens, chains[k, : links[k]], by_edge[k].copy(), group_ends, work
+            edge, chains[k, : links[k]], by_edge[k].copy(), group_ends, work
         )
         start = 0
         for g in range(groups):
             end = group_ends[g]
-            shared = _shared_squares(edge, lens, by_edge[k, start:end])
+            shared = _shared_squares(edge, by_edge[k, start:end], work)
             for at in range(start, end):
                 i = by_edge[k, at]
                 saves[k, i], size[k, i], first[k, i] = saved[g], end - start, start
@@ -209,11 +197,9 @@ def _savings(edge: Int32s, lens: Int32s, candidates: Int32s, work: Scratch) -> S
 
 
 @jit
-def _candidates(edge: Int32s, lens: Int32s, work: Scratch) -> Int32s:
-    """The fields of which groups are tried out, those that could save most.
-
-    Of fields that split the rows in the same way there is one.
-    """
+def _candidates(edge: Int32s, work: Scratch) -> Int32s:
+    """The fields that could save most. Of fields that split the rows in the same way there
+    is one."""
     m, n = edge.shape
     most = _MOST_FIELDS if n <= _MANY else _FIELDS_OF_MANY
     could = np.zeros(m, np.float64)
@@ -229,7 +215,7 @@ def _candidates(edge: Int32s, lens: Int32s, work: Scratch) -> Int32s:
                 work.slot[e] = groups
                 groups += 1
             else:
-                could[c] += lens[e]
+                could[c] += work.lens[e]
             key[c] = key[c] * 1_000_003 + work.slot[e] + 1
     left = np.ones(m, np.bool_)
     for c in range(m):
@@ -239,7 +225,7 @@ def _candidates(edge: Int32s, lens: Int32s, work: Scratch) -> Int32s:
                 could[d] += could[c]
                 break
     if left.sum() > most:
-        _add_below(edge, lens, left, could, work)
+        _add_below(edge, left, could, work)
     order = np.argsort(-could, kind="mergesort")
     found = np.empty(m, np.int32)
     num = 0
@@ -253,7 +239,6 @@ def _candidates(edge: Int32s, lens: Int32s, work: Scratch) -> Int32s:
 @jit
 def _add_below(
     edge: Int32s,
-    lens: Int32s,
     left: Bools,
     could: Floats,
     work: Scratch,
@@ -270,13 +255,11 @@ def _add_below(
         groups = group_by_edge(edge[c], rows, ends, 0, n, work)
         for d in range(m):
             if d != c:
-                could[c] += _repeats(edge[d], lens, rows, ends[:groups], work)
+                could[c] += _repeats(edge[d], rows, ends[:groups], work)
 
 
 @jit
-def _repeats(
-    edges: Int32s, lens: Int32s, rows: Int32s, ends: Int32s, work: Scratch
-) -> int:
+def _repeats(edges: Int32s, rows: Int32s, ends: Int32s, work: Scratch) -> int:
     """Length of the values that repeat one in the same group."""
     total = 0
     start = 0
@@ -287,7 +270,7 @@ def _repeats(
             for k in range(start, end):
                 e = edges[rows[k]]
                 if work.seen[e] == tag:
-                    total += lens[e]
+                    total += work.lens[e]
                 else:
                     work.seen[e] = tag
         start = end
@@ -297,7 +280,6 @@ def _repeats(
 @jit
 def _chain(
     edge: Int32s,
-    lens: Int32s,
     field: int,
     rows: Int32s,
     ends: Int32s,
@@ -306,14 +288,13 @@ def _chain(
 ) -> int:
     """Fill ``chain`` with a field and those that save in its groups, most first.
 
-    For two fields this order is the best: listing one first saves what it saves within
-    the groups, and both orders save the same in the rows that are equal in both.
+    For two fields this is the best order: both save the same in the rows that are equal in both.
     """
     m = edge.shape[0]
     save = np.zeros(m, np.int64)
     for d in range(m):
         if d != field:
-            save[d] = _repeats(edge[d], lens, rows, ends, work)
+            save[d] = _repeats(edge[d], rows, ends, work)
     order = np.argsort(-save, kind="mergesort")
     chain[0] = field
     links = 1
@@ -327,18 +308,13 @@ def _chain(
 @jit
 def _chain_saves(
     edge: Int32s,
-    lens: Int32s,
     chain: Int32s,
     rows: Int32s,
     ends: Int32s,
     work: Scratch,
 ) -> Int64s:
-    """The savings of each group if its rows list the fields of a chain, int64 ``[groups]``.
-
-    Args:
-        rows: sorted by the first field of the chain. Changed.
-        ends: int32, the end of each group in ``rows``.
-    """
+    """The savings of each group, int64 ``[groups]``, if its rows list the fields of a
+    chain. Its rows are sorted by the first field up to ``ends``, and are changed."""
     n = len(rows)
     saved = np.zeros(len(ends), np.int64)
     begin = np.empty(n, np.int32)
@@ -350,7 +326,7 @@ def _chain_saves(
         size = ends[g] - start
         if size > 1:
             begin[num], end[num], group[num] = start, ends[g], g
-            saved[g] = (size - 1) * lens[edge[chain[0], rows[start]]]
+            saved[g] = (size - 1) * work.lens[edge[chain[0], rows[start]]]
             num += 1
         start = ends[g]
     parts = np.empty(n + 1, np.int32)
@@ -369,7 +345,7 @@ def _chain_saves(
             for p in range(many):
                 size = parts[p] - start
                 if size > 1:
-                    saved[group[s]] += (size - 1) * lens[edges[rows[start]]]
+                    saved[group[s]] += (size - 1) * work.lens[edges[rows[start]]]
                     next_begin[found], next_end[found] = start, parts[p]
                     next_group[found] = group[s]
                     found += 1
@@ -379,20 +355,14 @@ def _chain_saves(
 
 
 @jit
-def _choose(
-    by_edge: Int32s,
-    saves: Floats,
-    size: Int32s,
-    first: Int32s,
-    per_row: bool,
-    whole: int,
-) -> Int32s:
+def _choose(found: Savings, saves: Floats, per_row: bool, whole: int) -> Int32s:
     """The candidate by whose value each row is grouped, int32 ``[n]``; -1: by none.
 
     Args:
         per_row: groups that save most per row come first, not those that save most.
         whole: the candidate by which rows are grouped before. -1: none.
     """
+    by_edge, size, first = found.by_edge, found.size, found.first
     num, n = by_edge.shape
     taken = np.full(n, -1, np.int32)
     left = size.copy()  # rows of a group that are not taken, at the group's first row
@@ -439,7 +409,7 @@ def _score(saves: float, size: int, left: int, per_row: bool) -> float:
 
 
 @jit
-def _shared_squares(edge: Int32s, lens: Int32s, rows: Int32s) -> float:
+def _shared_squares(edge: Int32s, rows: Int32s, work: Scratch) -> float:
     """The squared lengths of the values that all rows share."""
     total = 0.0
     if len(rows) < 2:
@@ -452,22 +422,16 @@ def _shared_squares(edge: Int32s, lens: Int32s, rows: Int32s) -> float:
                 same = False
                 break
         if same:
-            total += float(lens[e]) ** 2
+            total += float(work.lens[e]) ** 2
     return total
 
 
 @jit
 def _saved_by(
-    edge: Int32s,
-    lens: Int32s,
-    candidates: Int32s,
-    by_edge: Int32s,
-    taken: Int32s,
-    chains: Int32s,
-    links: Int64s,
-    work: Scratch,
+    edge: Int32s, candidates: Int32s, found: Savings, taken: Int32s, work: Scratch
 ) -> int:
     """The savings of the groups if each lists the fields of its candidate's chain."""
+    by_edge = found.by_edge
     num, n = by_edge.shape
     total = 0
     rows = np.empty(n, np.int32)
@@ -486,9 +450,10 @@ def _saved_by(
         if count:
             ends[groups] = count
             groups += 1
+            chain = found.chains[k, : found.links[k]]
             total += _chain_saves(
-                edge, lens, chains[k, : links[k]], rows[:count].copy(), ends[:groups], work
-            ).sum()  # fmt: skip
+                edge, chain, rows[:count].copy(), ends[:groups], work
+            ).sum()
     return total
 
 
@@ -528,16 +493,9 @@ MOST_OPTIMAL_ROWS = 8
 
 @jit
 def best_costs(edge: Int32s, lens: Int32s) -> tuple[Int64s, Int64s, Int64s]:
-    """The least weight for each set of rows.
-
-    Args:
-        edge: int32 ``[n, fields]``.
-
-    Returns:
-        Three int64 ``[2 ** n]``, by the bits of the rows in a set: its least weight, the
-        part of it that is best split off (0 for a single row), and the length that its
-        rows have in common.
-    """
+    """The least weight of each set of rows of ``edge``, int32 ``[n, fields]``: int64 ``[2
+    ** n]`` by the bits of its rows. And the part of it that is best split off (0 for a
+    single row), and the length that its rows have in common."""
     n, m = edge.shape
     size = 1 << n
     cost, part, same = (
@@ -575,11 +533,8 @@ def best_costs(edge: Int32s, lens: Int32s) -> tuple[Int64s, Int64s, Int64s]:
 
 @jit
 def best_groups(edge: Int32s, lens: Int32s) -> Int32s:
-    """The groups of the best first split of rows that have no value in common.
-
-    Returns:
-        int32 ``[n]``, the group of each row from 0. -1: the row is alone.
-    """
+    """The group of each row from 0, int32 ``[n]``, in the best first split of rows that
+    have no value in common. -1: the row is alone."""
     n = edge.shape[0]
     _, part, same = best_costs(edge, lens)
     group = np.full(n, -1, np.int32)
@@ -616,12 +571,8 @@ MOST_MERGED_ROWS = 192
 
 @jit
 def merged_groups(edge: Int32s, lens: Int32s) -> tuple[int, Int32s]:
-    """Groups of rows that have no value in common.
-
-    Returns:
-        The length saved by the whole tree, and the group of each row from 0, int32
-        ``[n]``; -1: the row is alone.
-    """
+    """Groups of rows that have no value in common: the length saved by the whole tree, and
+    the group of each row from 0, int32 ``[n]``; -1: the row is alone."""
     n, m = edge.shape
     held = edge.copy()  # the values in common of the set that each row has
     weight = np.zeros((n, n), np.int64)

@@ -63,10 +63,7 @@ def _by_units(
 
     One pass meets both stop conditions of the paper's loop: units below the root are in
     order (C1), and every further cut inside them costs more than the threshold (C2).
-
-    Returns:
-        Leaf positions, int64 ``[n]``, the number of them on the left, and the tokens
-        computed again.
+    Returns leaf positions, int64 ``[n]``, how many are on the left, and tokens computed again.
     """
     unit, extra = split_by_threshold(tree, settings.min_sharing_kept)
     compute = leaf_compute(tree, cost, work)
@@ -94,8 +91,7 @@ def smooth_density(compute_s: Floats, memory_s: Floats, num_units: int = 512) ->
 
     Consecutive requests are taken together until each unit has 1/``num_units`` of the
     job's compute or memory time, so that the dual scanner's budgets change smoothly.
-    BlendServe (section 4) merges nodes for the same reason. Here the order, and with it
-    the sharing, is not changed.
+    BlendServe (section 4) merges nodes for the same reason.
     """
     if compute_s.sum() + memory_s.sum() == 0.0:
         return np.ones(len(compute_s))
@@ -131,14 +127,12 @@ def split_in_two(
     """
     right = tree.subtree_sums(np.where(is_right, weight, 0.0))
     left = tree.subtree_sums(np.where(is_right, 0.0, weight))
-    length = tree.depth - np.where(tree.parent >= 0, tree.depth[tree.parent], 0)
-
     harm = np.minimum(left, right)
     kinds = _kinds_at_nodes(tree.num_nodes, tree.leaf_parent, is_right)
     mostly = np.where(right > left, _RIGHT, _LEFT).astype(np.int8)
 
     def cut(price: float) -> tuple[Bools, int]:
-        return _open_nodes(tree.parent, length, price * harm, kinds, mostly)
+        return _open_nodes(tree.parent, tree.own_len, price * harm, kinds, mostly)
 
     opened, extra = cut(_ANY_PRICE)
     if extra > max_extra_tokens:
@@ -169,12 +163,8 @@ def _open_nodes(
     parent: Int32s, length: Int32s, harm: Floats, kinds: NDArray[np.int8],
     mostly: NDArray[np.int8],
 ) -> tuple[Bools, int]:  # fmt: skip
-    """Nodes to cut: those with more harm than tokens paid for all cuts in the subtree.
-
-    Returns:
-        The nodes to cut, bool ``[m]``, and the tokens of the nodes that then have leaves
-        on both sides.
-    """
+    """Nodes to cut, bool ``[m]``: those with more harm than tokens paid for all cuts in the
+    subtree. And the tokens of nodes with leaves on both sides."""
     m = len(parent)
     paid = np.zeros(m)
     extra = np.zeros(m, np.int64)
@@ -199,11 +189,8 @@ def _sides(
     parent: Int32s, leaf_parent: Int32s, opened: Bools, mostly: NDArray[np.int8],
     is_right: Bools,
 ) -> Bools:  # fmt: skip
-    """A leaf's own side if all its ancestors are cut, else that of the uncut subtree.
-
-    Returns:
-        Whether each leaf is on the right, bool ``[n]``.
-    """
+    """Whether each leaf is on the right, bool ``[n]``: by itself, or by the uncut subtree
+    around it."""
     m = len(parent)
     uncut = np.full(m, -1, np.int32)
     side = np.empty(len(is_right), np.bool_)
@@ -227,8 +214,8 @@ def split_by_threshold(
     A node is opened if computing its prefix once per child is within the threshold. Its
     children become units or are opened in turn, with the threshold divided among them.
     (The paper's listing prints the test once with ``>`` for keeping a node whole, its
-    text the other way round. Both mean the same as here: costly nodes are kept whole.)
-    The threshold is the largest that keeps ``min_sharing_kept`` of the shared tokens.
+    text the other way round.) The threshold is the largest that keeps ``min_sharing_kept`` of
+    the shared tokens.
 
     Returns:
         The number of each leaf's unit, int64 ``[n]``, and the tokens computed again if

@@ -1,22 +1,19 @@
 """Orders for engines where a row costs more the longer the rows beside it are.
 
 ``aligned`` is for dense batches. Rows that run at the same time should end at about the same
-length, and the longest should begin first, so that few rows are left for the last steps.
-Requests with a common prefix stay together, since its keys and values are kept for the next of
-them only.
+length, and the longest should begin first. Requests with a common prefix stay together, since
+its keys and values are kept for the next of them only.
 
 With ``length-tree`` and ``length-aligned``, ``kv_lengths.batch_switch`` chooses among the
 requests that wait while the job runs. These orders decide which requests belong together, and
-in which order the engine learns of them.
+in which order the engine learns of them. ``length-tree`` is AlignedServe's: every request
+counts by its own length.
 
-``length-tree`` is AlignedServe's: every request counts by its own length.
-
-``length-aligned`` is joint with the prefix tree, as requests with a common prefix are best
-computed one after the other. A subtree that fits into one batch is a *family* if that saves
-more time than its padding costs: the time to compute its prefixes again, against the time to
-read the padding of its shorter members. The choice is exact, from the leaves up. A larger
-subtree is a *block*: its families and other requests are sorted by length among themselves,
-so that its prefix is computed once.
+``length-aligned`` is joint with the prefix tree. A subtree that fits into one batch is a
+*family* if that saves more time, of computing its prefixes again, than the padding of its
+shorter members takes to read. The choice is exact, from the leaves up. A larger subtree is a
+*block*: its families and other requests are sorted by length among themselves, so that its
+prefix is computed once.
 """
 
 from __future__ import annotations
@@ -40,14 +37,8 @@ SHORTEST_KEPT = 16
 
 
 def aligned_order(tree: PrefixTree, est_output_len: Floats) -> Int64s:
-    """The requests by falling length, those with a common prefix together.
-
-    Args:
-        est_output_len: float64 ``[n]`` by request.
-
-    Returns:
-        int64 ``[n]``, the requests. A group has the place of its longest request.
-    """
+    """The requests by falling length, those with a common prefix together, int64 ``[n]``. A group
+    has the place of its longest request."""
     leaves = tree.input_len + est_output_len[tree.order]
     return longest_first(_without_short_nodes(tree), leaves)
 
@@ -128,10 +119,7 @@ def length_aligned_order(
 
 
 def _kv_below(tree: PrefixTree, lengths: Floats) -> Floats:
-    """Tokens of KV below each node when all of its requests end, float64 ``[m]``.
-
-    Prefixes count once, the node's own from the root on.
-    """
+    """Tokens of KV below each node when all of its requests end, prefixes once, float64 ``[m]``."""
     return tree.unique_tokens_below() + tree.subtree_sums(lengths)
 
 

@@ -16,10 +16,9 @@ class LengthKeys:
     """How requests are put into batches of similar KV length while they run.
 
     rule: of ``kv_lengths.batch_state``.
-    key: int32 ``[n]`` by request, the length of its KV when it joins, or the longest of
-        its family.
-    family: int32 ``[n]`` by request. Members of a family share a prefix and join one
-        after the other. -1 for requests without.
+    key: int32 ``[n]``, the length of a request's KV when it joins, or its family's longest.
+    family: int32 ``[n]``. Members of a family share a prefix and join one after the other. -1
+        for requests without.
     max_wait_steps: decode steps after which a waiting request joins before all others.
         None: never with paged KV.
     """
@@ -29,13 +28,6 @@ class LengthKeys:
     family: Int32s
     max_wait_steps: int | None = None
 
-    def renumbered(self, numbers: Int64s) -> LengthKeys:
-        """The same with request ``i`` called ``numbers[i]``."""
-        size = int(numbers.max(initial=-1)) + 1
-        key, family = np.zeros(size, np.int32), np.full(size, -1, np.int32)
-        key[numbers], family[numbers] = self.key, self.family
-        return replace(self, key=key, family=family)
-
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -43,12 +35,10 @@ class Order:
 
     requests: int64 ``[n]``, request indices by position.
     density: float64 ``[n]`` by position, compute density of the neighbourhood, for an
-        order that is taken from both ends. None for one that is followed from its
-        start.
+        order that is taken from both ends. None for one that is followed from its start.
     num_left: requests on the compute-intensive side, the first ones.
     repeated_tokens: shared prompt tokens that the order computes again on purpose.
-    lengths: for an order whose requests join by the length of their KV. They are sent in
-        the order of ``requests``. None for an order that is followed.
+    lengths: for an order whose requests join by the length of their KV.
     """
 
     requests: Int64s
@@ -62,17 +52,8 @@ class Order:
         """Whether requests enter the engine in an order that depends on its state."""
         return self.density is not None or self.lengths is not None
 
-    def renumbered(self, numbers: Int64s) -> Order:
-        """The same order with request ``i`` called ``numbers[i]``, int64 ``[n]``."""
-        lengths = None if self.lengths is None else self.lengths.renumbered(numbers)
-        return replace(self, requests=numbers[self.requests], lengths=lengths)
-
     def beginning_with(self, first: Int64s) -> Order:
-        """The same order after some requests that are moved to the front.
-
-        Args:
-            first: int64, requests of the sample whose answers the estimates need.
-        """
+        """The same order after the requests of ``first``, int64, which are moved to the front."""
         rest = ~np.isin(self.requests, first)
         density = self.density
         if density is not None and len(density):
@@ -100,7 +81,6 @@ class OrderSettings:
     min_sharing_kept: share of the shared prompt tokens that dual-scan keeps when it
         moves outliers out of their subtrees, 0 to 1.
     algorithm_2: split subtrees as in BlendServe's Algorithm 2, into all their children.
-        False: into two.
     max_wait_steps: see :class:`LengthKeys`.
 
     Raises:
@@ -125,11 +105,10 @@ _FAMILY = 16
 
 
 def families_mixed(tree: PrefixTree, seed: int) -> Order:
-    """Families of requests one after the other, in random order.
+    """Families of requests one after the other, in random order: whatever the lengths turn out to
+    be, every stretch has about the same mix of requests as the job.
 
-    Whatever the lengths turn out to be, every stretch of this order has about the same
-    mix of requests as the job. A family is all leaves below the highest node that has
-    at most 16 of them.
+    A family is all leaves below the highest node that has at most 16 of them.
     """
     n = tree.num_requests
     few = tree.leaf_end - tree.leaf_begin <= _FAMILY
@@ -147,10 +126,9 @@ def families_mixed(tree: PrefixTree, seed: int) -> Order:
 def by_adapter(order: Order, adapter: Int32s | None) -> Order:
     """The same order adapter by adapter, in ascending numbers.
 
-    An order that is taken from both ends has the first adapter at both of them, and the
-    last one in the middle. So the adapters in memory are the same on both sides, and their
-    requests are blended. The numbers do not change from plan to plan, so no plan puts an
-    adapter behind others that is in memory.
+    An order that is taken from both ends has the first adapter at both of them, so that the same
+    adapters are in memory on both sides. Numbers do not change from plan to plan, so no plan
+    puts an adapter behind others that is in memory.
 
     Args:
         adapter: int32 ``[n]`` by request. None if there are none.

@@ -17,7 +17,7 @@ from ..costs.cost_model import CostModel
 from ..costs.tree_work import leaf_work
 from ..prefixes.prefix_groups import group_order, prefix_groups
 from ..prefixes.prefix_tree import PrefixTree
-from ..requests import Floats, PlanRequests
+from ..requests import Floats, Int32s, PlanRequests
 from .dual_scan_order import dual_scan_order
 from .kv_length_order import aligned_order, length_aligned_order, length_tree_order
 from .order import Order, OrderSettings, by_adapter
@@ -36,10 +36,6 @@ class _Job(NamedTuple):
     kv_capacity_tokens: int
 
 
-_OrderFunction = Callable[[_Job], Order]
-_FUNCTIONS: dict[str, _OrderFunction] = {}
-
-
 def make_order(
     policy: str,
     tree: PrefixTree,
@@ -54,10 +50,8 @@ def make_order(
 
     Args:
         policy: one of :data:`sglang_batch.config.ORDERS`.
-        est_output_len, est_output_len_sq: float64 ``[n]`` by request, first and second
-            moment of the output length.
-        kv_capacity_tokens: of the engine. Without a limit, all requests fit into one
-            batch.
+        est_output_len, est_output_len_sq: float64 ``[n]`` by request, both moments.
+        kv_capacity_tokens: of the engine.
 
     Raises:
         ConfigError: the policy is unknown.
@@ -80,43 +74,6 @@ def make_order(
     return by_adapter(order, requests.adapter)
 
 
-def _makes(policy: str) -> Callable[[_OrderFunction], _OrderFunction]:
-    """Register a function as the one that makes a policy's order."""
-
-    def register(function: _OrderFunction) -> _OrderFunction:
-        _FUNCTIONS[policy] = function
-        return function
-
-    return register
-
-
-@_makes("fcfs")
-def _fcfs(job: _Job) -> Order:
-    return Order(np.arange(len(job.requests), dtype=np.int64))
-
-
-@_makes("random")
-def _random(job: _Job) -> Order:
-    shuffled = np.random.default_rng(job.settings.seed).permutation(len(job.requests))
-    return Order(shuffled)
-
-
-@_makes("lof")
-def _lof(job: _Job) -> Order:
-    return Order(np.argsort(-job.requests.max_new_tokens, kind="stable"))
-
-
-@_makes("lpt")
-def _lpt(job: _Job) -> Order:
-    return Order(np.argsort(-job.est_output_len, kind="stable"))
-
-
-@_makes("dfs")
-def _dfs(job: _Job) -> Order:
-    return Order(job.tree.order)
-
-
-@_makes("dfs-weight")
 def _dfs_weight(job: _Job) -> Order:
     tree = job.tree
     weights = (tree.leaf_end - tree.leaf_begin)[1:].astype(np.float64)
@@ -124,28 +81,11 @@ def _dfs_weight(job: _Job) -> Order:
     return Order(tree.order[depth_first(children, begin, tree.num_nodes)])
 
 
-@_makes("dfs-longest")
-def _dfs_longest(job: _Job) -> Order:
-    return Order(longest_first(job.tree, job.est_output_len[job.tree.order]))
-
-
-@_makes("prefix-groups")
 def _prefix_groups(job: _Job) -> Order:
     groups = prefix_groups(job.tree)
     return Order(group_order(job.tree, groups, job.est_output_len))
 
 
-@_makes("aligned")
-def _aligned(job: _Job) -> Order:
-    return Order(aligned_order(job.tree, job.est_output_len))
-
-
-@_makes("length-tree")
-def _length_tree(job: _Job) -> Order:
-    return length_tree_order(job.tree, job.settings.max_wait_steps)
-
-
-@_makes("length-aligned")
 def _length_aligned(job: _Job) -> Order:
     return length_aligned_order(
         job.tree,
@@ -156,11 +96,37 @@ def _length_aligned(job: _Job) -> Order:
     )
 
 
-@_makes("dual-scan")
 def _dual_scan(job: _Job) -> Order:
     work = leaf_work(job.tree, job.cost, job.est_output_len, job.est_output_len_sq)
     return dual_scan_order(job.tree, job.cost, work, job.settings)
 
+
+def _sorted(falling: Floats | Int32s) -> Order:
+    return Order(np.argsort(-falling, kind="stable"))
+
+
+def _shuffled(job: _Job) -> Order:
+    return Order(
+        np.random.default_rng(job.settings.seed).permutation(len(job.requests))
+    )
+
+
+_FUNCTIONS: dict[str, Callable[[_Job], Order]] = {
+    "fcfs": lambda job: Order(np.arange(len(job.requests), dtype=np.int64)),
+    "random": _shuffled,
+    "lof": lambda job: _sorted(job.requests.max_new_tokens),
+    "lpt": lambda job: _sorted(job.est_output_len),
+    "dfs": lambda job: Order(job.tree.order),
+    "dfs-weight": _dfs_weight,
+    "dfs-longest": lambda job: Order(
+        longest_first(job.tree, job.est_output_len[job.tree.order])
+    ),
+    "prefix-groups": _prefix_groups,
+    "aligned": lambda job: Order(aligned_order(job.tree, job.est_output_len)),
+    "length-tree": lambda job: length_tree_order(job.tree, job.settings.max_wait_steps),
+    "length-aligned": _length_aligned,
+    "dual-scan": _dual_scan,
+}
 
 if _FUNCTIONS.keys() != set(ORDERS):
     odd = ", ".join(sorted(_FUNCTIONS.keys() ^ set(ORDERS)))

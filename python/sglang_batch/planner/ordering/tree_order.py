@@ -19,11 +19,8 @@ _FEW = 32
 
 
 def layer_sort(tree: PrefixTree, cost: CostModel, work: LeafWork) -> Int64s:
-    """Leaf positions with every node's children in order of falling density.
-
-    int64 ``[n]``. The children of a node are its nodes and the leaves directly below
-    it. The tree's structure is kept, and with it the sharing (BlendServe, Algorithm 1).
-    """
+    """Leaf positions, int64 ``[n]``, with every node's children (nodes, and leaves directly below
+    it) in order of falling density, which keeps the sharing (BlendServe, Algorithm 1)."""
     compute, memory = node_work(tree, cost, work)
     nodes = compute_density(compute, memory)
     own_tokens = tree.input_len.astype(np.float64)
@@ -42,8 +39,8 @@ def sort_children(
     """Every node's children in order of falling value, ties in depth-first order.
 
     Args:
-        nodes: float64 ``[m - 1]``, values of the nodes below the root.
-        leaves: float64 ``[n]``, values of the leaves.
+        nodes, leaves: float64 ``[m - 1]`` and ``[n]``, values of the nodes below the root and
+            of the leaves.
 
     Returns:
         The children of all nodes, int64 ``[m - 1 + n]``, where 0..m-2 are the nodes
@@ -122,28 +119,12 @@ def depth_first(children: Int64s, begin: Int64s, num_nodes: int) -> Int64s:
 
 
 def longest_first(tree: PrefixTree, leaves: Floats) -> Int64s:
-    """The requests depth-first, at each node the child with the longest leaf first.
+    """The requests depth-first, int64 ``[n]``, at each node the child with the longest leaf first.
 
     Args:
         leaves: float64 ``[n]``, the length of each leaf in the tree's order.
-
-    Returns:
-        int64 ``[n]``, the requests.
     """
     if not tree.num_requests:
         return tree.order
-    nodes = _longest_below(tree.parent, tree.leaf_parent, leaves)
-    children, begin = sort_children(tree, nodes[1:], leaves)
+    children, begin = sort_children(tree, tree.longest_below(leaves)[1:], leaves)
     return tree.order[depth_first(children, begin, tree.num_nodes)]
-
-
-@jit
-def _longest_below(parent: Int32s, leaf_parent: Int32s, leaves: Floats) -> Floats:
-    """The largest value of the leaves below each node, float64 ``[m]``."""
-    longest = np.zeros(len(parent))
-    for leaf in range(len(leaves)):
-        node = leaf_parent[leaf]
-        longest[node] = max(longest[node], leaves[leaf])
-    for node in range(len(parent) - 1, 0, -1):
-        longest[parent[node]] = max(longest[parent[node]], longest[node])
-    return longest

@@ -8,8 +8,7 @@ length of the observed answers of a subtree (BlendServe, section 3.2), in three 
 2. The tree is cut into strata, subtrees with enough observed answers for a fit. Inside
    a stratum the estimate is corrected by the prompt length, in bins of its logarithm.
 3. The observed answers of a stratum, scaled to the estimate of a request, are the
-   distribution of its length. Random lengths are drawn from it, and the remaining
-   length of a running request is derived from it.
+   distribution of its length. Random lengths are drawn from it.
 
 Where earlier answers to a prompt are known (``PlanRequests.expected_output_len``), as in
 training with the same prompts, the estimate is their length, times the ratio by which the
@@ -42,17 +41,12 @@ from ..requests import UNKNOWN, Bools, Floats, Int32s, Int64s, PlanRequests
 def completed(
     length: Int64s, censored: Bools, default_excess: float
 ) -> tuple[Floats, Floats]:
-    """Expectation of each length and of its square.
-
-    The mean of these is that of the Kaplan-Meier estimate.
+    """Expectation of each length and of its square, float64 ``[k]`` each, by Kaplan and Meier.
 
     Args:
         length: int64 ``[k]``, tokens of each answer, those so far if it is censored.
         censored: bool ``[k]``, whether it continues.
         default_excess: tokens still to come if no answer has ended.
-
-    Returns:
-        float64 ``[k]`` each. Of an answer that ended, its length and the square of that.
     """
     # Of equal lengths, those that continue are longer.
     order = np.lexsort((censored, length))
@@ -65,10 +59,8 @@ def completed(
 
 
 def mean_excess(ended: Floats, running: Floats, default: float) -> float:
-    """Tokens still to come of a long answer, by the lengths above the median.
-
-    Of exponential lengths it is the maximum-likelihood estimate: all tokens above the
-    median, over the number of answers that ended there.
+    """Tokens still to come of a long answer: all tokens above the median, over the number
+    of answers that ended there (the maximum likelihood of exponential lengths).
 
     Args:
         ended, running: float64, lengths of answers, the latter so far.
@@ -114,14 +106,10 @@ Number = TypeVar("Number", np.int64, np.float64)
 
 @jit
 def strata(parent: Int32s, leaf_parent: Int32s, counted: Bools, least: float) -> Int32s:
-    """Cut the tree into subtrees with at least ``least`` counted leaves each.
-
-    From the leaves up, a node with that many counted leaves outside the strata below it
-    becomes a stratum.
+    """Cut the tree into subtrees with at least ``least`` counted leaves each, from the leaves up.
 
     Returns:
-        The stratum of each leaf, int32 ``[n]``, numbered from 1. 0 is the remainder at
-        the root.
+        The stratum of each leaf, int32 ``[n]``, from 1. 0 is the remainder at the root.
     """
     waiting = np.zeros(len(parent), np.int64)
     for leaf in range(len(leaf_parent)):
@@ -149,15 +137,12 @@ def node_means(
     sum_before: Int64s,
     default: float,
 ) -> Floats:
-    """Mean of the observed values below each node, shrunk to its parent's.
+    """Mean of the observed values below each node, shrunk to its parent's, float64 ``[m]``.
 
     Args:
         count_before, sum_before: int64 ``[n + 1]``, the number and the sum of the
             observed values before each leaf position.
         default: the mean at the root without any observed value.
-
-    Returns:
-        float64 ``[m]``.
     """
     mean = np.empty(len(parent))
     for node in range(len(parent)):
@@ -186,19 +171,14 @@ STRATUM_ANSWERS = 16
 NUM_BINS = 32
 # Tokens of an answer until one was observed, at most.
 MOST_ASSUMED = 256
-# A request that has outlived all observed answers has this share of its present length
-# still to come.
-OVERRUN = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class OutputEstimates:
-    """First and second moment of the output length of each request, by index.
+    """First and second moment of the output length of each request, float64 ``[n]`` by index.
 
-    est_output_len: float64 ``[n]``, E[d] in tokens.
-    est_output_len_sq: float64 ``[n]``, E[d^2]. The memory time of a request grows with
-        ``p d + d^2 / 2`` (BlendServe, section 2.3), and E[d^2] can be many times
-        E[d]^2.
+    The memory time of a request grows with ``p d + d^2 / 2`` (BlendServe, section 2.3), and
+    E[d^2] can be many times E[d]^2.
     """
 
     est_output_len: Floats
@@ -222,9 +202,8 @@ class Observed:
 def prior_output_len(requests: PlanRequests) -> int:
     """The tokens that an answer is taken to have before any was observed, 1 or more.
 
-    Answers are mostly far shorter than ``max_new_tokens``, and an estimate that is too
-    long leaves KV unused. So it is a third of their mean, the mean of the known lengths,
-    or ``MOST_ASSUMED``, whichever is least.
+    An estimate that is too long leaves KV unused. So it is a third of the mean of
+    ``max_new_tokens``, the mean of the known lengths, or ``MOST_ASSUMED``, whichever is least.
     """
     if not len(requests):
         return MOST_ASSUMED
@@ -240,8 +219,7 @@ def prior_output_len(requests: PlanRequests) -> int:
 class OutputLengthEstimator:
     """Estimates of output lengths that follow the observed answers of a job.
 
-    The answers that have arrived at some moment of a run are its short ones. Observe the
-    running requests with them.
+    The answers at some moment of a run are its short ones: observe the running requests with them.
     """
 
     def __init__(
@@ -277,8 +255,7 @@ class OutputLengthEstimator:
             self._expected = np.maximum(expected, 0).astype(np.float64)
         self._so_far = np.zeros_like(self._exact)  # tokens of running requests
         self._bin = np.log2(tree.input_len + 1.0).astype(np.int64)
-        self._position = np.empty_like(tree.order)
-        self._position[tree.order] = np.arange(len(tree.order))
+        self._position = tree.position
         self._fit: _Fit | None = None
 
     def observe(self, request_indices: Int64s, output_lens: Int32s) -> None:
@@ -297,21 +274,16 @@ class OutputLengthEstimator:
         self._fit = None
 
     def observe_running(self, request_indices: Int64s, so_far: Int32s) -> None:
-        """Set which requests run, and the tokens that each has so far.
-
-        They count until :meth:`observe` is called next. Requests whose length is known
-        or that have no tokens yet say nothing.
-        """
+        """Set which requests run, and the tokens that each has so far, until
+        :meth:`observe` is called."""
         at = self._position[request_indices]
         self._so_far[:] = 0
         self._so_far[at] = np.where(self._exact[at] == UNKNOWN, so_far, 0)
         self._fit = None
 
     def estimates(self) -> OutputEstimates:
-        """The moments of every request's output length.
-
-        Known and observed lengths are exact. No estimate is above ``max_new_tokens``.
-        """
+        """The moments of every request's length: exact if known or observed, at most
+        ``max_new_tokens``."""
         fit = self._fitted()
         return OutputEstimates(
             self._by_request(fit.est_output_len),
@@ -321,9 +293,8 @@ class OutputLengthEstimator:
     def draw(self, seed: int, scale: float = 1.0) -> Int32s:
         """A random plausible output length for each request, int32 ``[n]``, in tokens.
 
-        It is an observed answer of the request's stratum, scaled to the request's
-        estimate. Without any answers, lengths are exponentially distributed, which has
-        the spread that the default second moment assumes.
+        It is an observed answer of the request's stratum, scaled to the request's estimate. Without
+        any answers, lengths are exponentially distributed, as the default second moment assumes.
 
         Args:
             scale: by which lengths that are not known differ from their estimates.
@@ -341,38 +312,6 @@ class OutputLengthEstimator:
         drawn = np.minimum(np.maximum(np.rint(scale * drawn), 1.0), self._cap)
         drawn = np.where(self._exact == UNKNOWN, drawn, self._exact)
         return self._by_request(drawn).astype(np.int32)
-
-    def remaining_len(self, request_indices: Int64s, produced: Int32s) -> Floats:
-        """Estimated tokens still to come of running requests.
-
-        The mean of the stratum's longer observed answers, scaled to the request's
-        estimate, shrunk to the same mean over the whole job, and that to ``OVERRUN``
-        times the tokens produced. ``produced`` plus the result never falls as
-        ``produced`` grows, and never exceeds ``max_new_tokens``.
-
-        Args:
-            request_indices: int64 ``[k]``.
-            produced: int32 ``[k]``, output tokens so far.
-
-        Returns:
-            float64 ``[k]``.
-        """
-        fit = self._fitted()
-        position = self._position[request_indices]
-        total = _total_given_produced(
-            np.asarray(produced, dtype=np.float64),
-            np.maximum(fit.est_output_len[position], 1.0),
-            fit.stratum[position],
-            fit.begin,
-            fit.length,
-            fit.sum_before,
-            fit.sample_mean,
-        )
-        total = np.minimum(total, self._cap[position])
-        exact = self._exact[position]
-        total = np.where(exact == UNKNOWN, total, exact)
-        remaining: Floats = np.maximum(total - produced, 0.0)
-        return remaining
 
     def _by_request(self, by_position: Floats) -> Floats:
         result = np.empty_like(by_position)
@@ -397,23 +336,20 @@ class OutputLengthEstimator:
         mean_sq = self._moment(lengths_sq, 2 * self._default**2, observed, stratum)
         mean, mean_sq = self._as_expected(mean, mean_sq, lengths, observed)
         own, begin, length = _samples(stratum, lengths, stratum[observed])
-        sum_before = sums_before(length)
         count = np.maximum(np.diff(begin), 1)
-        sample_mean = np.maximum(np.diff(sum_before[begin]) / count, 1.0)
+        sample_mean = np.maximum(np.diff(sums_before(length)[begin]) / count, 1.0)
         scale = mean / sample_mean[own]
         running = observed & ~ended
         mean[running] = np.maximum(mean[running], self._so_far[running] + 1.0)
         mean = np.where(exact, self._exact, np.minimum(mean, self._cap))
         mean_sq = np.minimum(np.maximum(mean_sq, mean**2), self._cap**2)
         mean_sq = np.where(exact, mean**2, mean_sq)
-        return _Fit(mean, mean_sq, own, scale, begin, length, sum_before, sample_mean)
+        return _Fit(mean, mean_sq, own, scale, begin, length)
 
     def _completed(self, ended: Bools, stratum: Int32s) -> tuple[Int64s, Int64s]:
-        """Length of each observed answer and its square, int64, by leaf.
-
-        Those of running requests are expected ones: by the answers of their stratum, or
-        of the whole job outside of the strata.
-        """
+        """Length of each observed answer and its square, int64. Those of running requests
+        are expected ones, by the answers of their stratum, or of the whole job outside of
+        the strata."""
         running = self._so_far > 0
         length = np.where(running, self._so_far, np.maximum(self._exact, 1))
         observed = ended | running
@@ -440,11 +376,8 @@ class OutputLengthEstimator:
     ) -> tuple[Floats, Floats]:
         """Both moments, with those of the leaves of which something is expected.
 
-        Answers count as much as ``SHRINKAGE`` answers of the expected length. The spread
-        around the mean is that of the other estimates.
-
-        Args:
-            values: int64, the length of each observed leaf.
+        Answers, whose lengths are ``values``, count as much as ``SHRINKAGE`` answers of the
+        expected length. The spread around the mean is that of the other estimates.
         """
         has = self._expected > 0
         if not has.any():
@@ -459,11 +392,8 @@ class OutputLengthEstimator:
     def _moment(
         self, values: Int64s, default: float, observed: Bools, stratum: Int32s
     ) -> Floats:
-        """The mean of ``values`` as estimated for each leaf, float64 ``[n]``.
-
-        Args:
-            values: int64, one for each observed leaf.
-        """
+        """The mean as estimated for each leaf, float64 ``[n]``, from int64 values of
+        observed leaves."""
         tree = self._tree
         by_leaf = np.zeros(len(observed), np.int64)
         by_leaf[observed] = values
@@ -495,8 +425,7 @@ class _Fit:
     scale: float64 ``[n]``, a leaf's estimate, before its cap, over its sample's mean.
     begin: int64 ``[k + 1]``. Sample ``s`` is ``length[begin[s]:begin[s + 1]]``, in
         rising order. The last one is the whole job.
-    length, sum_before: float64, observed lengths and the sum of all before an index.
-    sample_mean: float64 ``[k]``, 1 or more.
+    length: float64, observed lengths.
     """
 
     est_output_len: Floats
@@ -505,8 +434,6 @@ class _Fit:
     scale: Floats
     begin: Int64s
     length: Floats
-    sum_before: Floats
-    sample_mean: Floats
 
 
 def _samples(
@@ -515,7 +442,6 @@ def _samples(
     """Each leaf's sample, the bounds of the samples, and their sorted lengths.
 
     Args:
-        leaf_stratum: int32 ``[n]``.
         lengths, stratum: of each observed leaf.
     """
     num_strata = int(leaf_stratum.max(initial=0)) + 1
@@ -527,34 +453,3 @@ def _samples(
         own[own == 0] = num_strata
     begin = sums_before(np.append(count, len(lengths)))
     return own, begin, np.concatenate((by_stratum, np.sort(lengths))).astype(np.float64)
-
-
-@jit
-def _total_given_produced(
-    produced: Floats,
-    est_output_len: Floats,
-    stratum: Int64s,
-    begin: Int64s,
-    length: Floats,
-    sum_before: Floats,
-    sample_mean: Floats,
-) -> Floats:
-    """E[d | d > produced] of running requests, float64 ``[k]``, before their caps.
-
-    It cannot fall as ``produced`` grows: leaving the shortest answer out of a mean, or
-    raising the value that the mean is shrunk to, makes it larger.
-    """
-    result = np.empty(len(produced))
-    whole_job = len(sample_mean) - 1
-    for i in range(len(produced)):
-        total = max(est_output_len[i], (1 + OVERRUN) * produced[i])
-        for sample in (whole_job, stratum[i]):
-            scale = est_output_len[i] / sample_mean[sample]
-            end = begin[sample + 1]
-            longer = begin[sample] + np.searchsorted(
-                length[begin[sample] : end], produced[i] / scale, side="right"
-            )
-            longer_sum = scale * (sum_before[end] - sum_before[longer])
-            total = (longer_sum + SHRINKAGE * total) / (end - longer + SHRINKAGE)
-        result[i] = total
-    return result

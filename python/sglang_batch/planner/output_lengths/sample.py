@@ -82,14 +82,11 @@ def choose_sample(
 
 def _cheapest(tree: PrefixTree, unknown: Bools, num_rows: int, in_a_row: int) -> Int64s:
     """A row of neighbours in each equal stretch of the depth-first order, where it shares
-    least with those before and behind it.
+    least with those around it: the leaves of unknown length, int64 in rising order.
 
     Args:
         num_rows: rows, three or more are chosen.
         in_a_row: leaves of a row, which has half to twice as many.
-
-    Returns:
-        int64 in rising order, the leaves of unknown length among them.
     """
     chosen = np.zeros(tree.num_requests, np.bool_)
     shared = np.append(tree.lcp, 0).astype(np.int64)
@@ -127,10 +124,9 @@ def _common_tokens(tree: PrefixTree) -> int:
 
 
 def _spaced(size: Int64s, taken: Int64s, in_a_row: int, start: float) -> Int64s:
-    """Places of the chosen, all strata one after the other.
+    """Places of the ``taken`` requests of each stratum, all strata one after the other.
 
     Args:
-        size, taken: requests of each stratum, and how many of them are chosen.
         in_a_row: how many neighbours are chosen together.
         start: place of a row in its stretch of the stratum, 0 to 1.
     """
@@ -144,14 +140,11 @@ def _spaced(size: Int64s, taken: Int64s, in_a_row: int, start: float) -> Int64s:
 
 
 def _repeated_tokens(tree: PrefixTree, leaves: Int64s) -> int:
-    """Tokens of the prefixes that some leaves share with others, each once.
-
-    A beginning of all prompts stays in the cache.
-    """
+    """Tokens of the prefixes that some leaves share with others, each once. A beginning of all
+    prompts stays in the cache."""
     chosen = np.zeros(tree.num_requests)
     chosen[leaves] = 1.0
     number = tree.subtree_sums(chosen)
     below = tree.leaf_end - tree.leaf_begin
     shared = (number > 0) & (number < below) & (below < tree.num_requests)
-    length = tree.depth - np.where(tree.parent >= 0, tree.depth[tree.parent], 0)
-    return int(length[shared].sum(dtype=np.int64))
+    return int(tree.own_len[shared].sum(dtype=np.int64))

@@ -1,15 +1,13 @@
 """Buckets of prompts that are neighbours in the sorted job, found from a sample of it.
 
-Between two buckets is a splitter, a sequence of tokens: prompts before it in the order of
-the tokens are left of it, the others right. It is as long as it takes to tell apart the
-two prompts of the sample between which it lies. So prompts on both sides share no more
-than these two do, and a system prompt that all requests begin with does no harm.
+Between two buckets is a splitter, a sequence of tokens: prompts before it are left of it, the
+others right. It is just long enough to tell apart the two prompts of the sample between
+which it lies. So prompts on both sides share no more than these two do.
 
 The sorted sample is cut where neighbours share least. A cut inside a family, the requests
 below one node of the prefix tree, makes two engines compute the family's prefix if the pieces
-go to different ones. In return, pieces are smaller. So a family is cut only where the price is
-a small share of the work on both sides: then the same is true of all pieces together, wherever
-they go.
+go to different ones. So a family is cut only where that is a small share of the work on both
+sides.
 """
 
 from __future__ import annotations
@@ -23,15 +21,6 @@ from ..compiled import jit_without_gil
 from ..requests import Floats, Int32s, Int64s
 from .prefix_sort import sort_prompts
 
-MAX_REPEATED = 0.005
-"""Share of the work of a family's parts that computing its prefix again may take."""
-
-
-def check_max_repeated(max_repeated: float) -> None:
-    """Raise :class:`ConfigError` unless it is a share."""
-    if not 0 <= max_repeated <= 1:
-        raise ConfigError(f"max_repeated={max_repeated!r} must be 0 to 1.")
-
 
 @jit_without_gil
 def cut_order(
@@ -42,27 +31,21 @@ def cut_order(
     most: int,
     max_repeated: float,
 ) -> Int64s:
-    """The first position of each piece, and the end, int64 ``[u + 1]``.
+    """The first position of each piece, and the end, int64 ``[u + 1]``; ``[0]`` for an empty order.
 
     A piece has ``fewest`` to ``most`` requests and ends where the price is lowest among
     the places where a cut is allowed, of equal ones in the middle. If there is none, it
-    goes on to the next place where one is. The rest at the end, if it is at most
-    ``most``, is one piece.
+    goes on to the next place where one is.
 
     A cut is allowed if its price is at most ``max_repeated`` times the work of either
-    part of the lowest family that it cuts. The same holds for the parts of all families
-    then, as those around it have a lower price and more work.
+    part of the lowest family that it cuts, and so of all families around it.
 
     Args:
         lcp: int32 ``[n]``, tokens that each request shares with the one before it.
-        price: float64 ``[n]``, work to compute these tokens again, which grows with
-            them. Infinite where nothing may be cut.
-        before: float64 ``[n + 1]``, work of all requests before a position, in the same
-            unit.
+        price: float64 ``[n]``, work to compute these tokens again, infinite where nothing may
+            be cut.
+        before: float64 ``[n + 1]``, work of all requests before a position, in that unit.
         fewest, most: 1 or more.
-
-    Returns:
-        ``[0]`` for an empty order.
     """
     n = len(lcp)
     family_begin, family_end = _families(lcp)
@@ -94,11 +77,8 @@ def cut_order(
 
 @jit_without_gil
 def _families(lcp: Int32s) -> tuple[Int64s, Int64s]:
-    """First position and end of the family that a cut at each position divides.
-
-    It is the longest stretch around the cut whose requests all share as many tokens as
-    the two at the cut. Each int64 ``[n]``.
-    """
+    """First position and end of the family that a cut at each position divides, int64 ``[n]`` each:
+    the longest stretch whose requests all share as many tokens as the two at the cut."""
     n = len(lcp)
     begin, end = np.zeros(n, np.int64), np.full(n, n)
     waiting = np.empty(n, np.int64)
@@ -138,11 +118,8 @@ class Splitters(NamedTuple):
 
 
 def sample_numbers(num_requests: int, num_buckets: int, seed: int) -> Int64s:
-    """The requests to choose splitters by, int64 in rising order.
-
-    One at random in each of as many equal stretches of the job as there are requests in
-    the sample, 1,000 for each bucket. Every request of a small job.
-    """
+    """The requests to choose splitters by, int64 in rising order: one at random in each of as many
+    equal stretches of the job as there are requests in the sample, 1,000 for each bucket."""
     size = min(num_requests, _SAMPLED_PER_BUCKET * num_buckets)
     # Exact for whole numbers of stretches, whatever the size of the job.
     stretch = np.arange(size + 1, dtype=np.int64) * num_requests // max(size, 1)
@@ -156,14 +133,14 @@ def choose_splitters(
     num_requests: int,
     num_buckets: int,
     *,
-    max_repeated: float = MAX_REPEATED,
+    max_repeated: float,
 ) -> Splitters:
     """Splitters where prompts of a sample share least.
 
-    A bucket has about ``1 / num_buckets`` of the requests at most, and about half as many
-    at least. It has more if it has a family that is larger and must not be cut: where the
-    family's prefix has over ``max_repeated`` of the tokens that its requests on either side
-    have for themselves, with one of each answer. Equal prompts are always in one bucket.
+    A bucket has about ``1 / num_buckets`` of the requests at most, and half as many at least. It
+    has more if it has a family that must not be cut, whose prefix has over ``max_repeated`` of
+    the tokens that its requests on either side have for themselves. Equal prompts are always in
+    one bucket.
 
     Args:
         tokens: int32, the sample's prompts, in the order of their numbers.
@@ -175,7 +152,8 @@ def choose_splitters(
     """
     if num_buckets < 1:
         raise ConfigError(f"num_buckets={num_buckets!r} must be 1 or more.")
-    check_max_repeated(max_repeated)
+    if not 0 <= max_repeated <= 1:
+        raise ConfigError(f"max_repeated={max_repeated!r} must be 0 to 1.")
     order, lcp = sort_prompts(tokens, offsets)
     input_len = np.diff(offsets)[order]
     # Tokens that no neighbour has and one of the answer, as often as the sample stands for
@@ -202,8 +180,7 @@ def choose_splitters(
 def buckets_of(tokens: Int32s, offsets: Int64s, splitters: Splitters) -> Int32s:
     """The bucket of each prompt, int32 ``[n]``: the number of splitters not after it.
 
-    By binary search. All splitters between two that have been compared share with the
-    prompt what both of them do, so these tokens are skipped.
+    By binary search, which skips tokens that the splitters on both sides share with the prompt.
     """
     bucket = np.empty(len(offsets) - 1, np.int32)
     for i in range(len(bucket)):

@@ -1,8 +1,8 @@
 """Groups of requests that share one prefix, and the order of the groups.
 
-A scheduler that computes one shared prefix per request has to choose, for each request,
-one node of its path in the prefix tree (BatchLLM, section 4.2). The nodes closest to
-the root have the most requests and the shortest prefixes.
+A scheduler that computes one shared prefix per request chooses one node of its path in the
+prefix tree (BatchLLM, section 4.2). Those closest to the root have the most requests and the
+shortest prefixes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ class PrefixGroups:
     prefix_len: int32 ``[g]``, tokens that all requests of a group share and that are
         computed once for it. 0 for a request that is a group of its own.
     sizes: int64 ``[g]``, requests of each group.
-    group_of: int32 ``[n]``, the group of each leaf position. A group's leaves need not
-        be neighbours: leaves with a longer prefix in common may form their own group.
+    group_of: int32 ``[n]``, the group of each leaf. Its leaves need not be neighbours.
     """
 
     prefix_len: Int32s
@@ -40,9 +39,6 @@ def prefix_groups(tree: PrefixTree) -> PrefixGroups:
     child becomes a child itself if the ``(k - 1) * t`` tokens that this saves are more
     than the child's own, which are then computed once more (unless the child keeps no
     leaf). The root's children at the end are the groups.
-
-    The time is at most proportional to the nodes on the paths of all leaves. The path
-    of a prompt has at most as many nodes as the prompt has tokens.
     """
     hangs_from = _enlarge_first_level(
         tree.parent, tree.depth, tree.leaf_begin, tree.leaf_end
@@ -104,10 +100,10 @@ def group_order(
 def _enlarge_first_level(
     parent: Int32s, depth: Int32s, leaf_begin: Int64s, leaf_end: Int64s
 ) -> Int32s:
-    """The parent of each node after the enlargement, int32 ``[m]``.
+    """The parent of each node after the enlargement, int32 ``[m]``. The root's children are
+    the groups.
 
-    The root's children are the groups. Children are linked lists: a node that moves up
-    is unlinked from one list and prepended to another.
+    A node that moves up is unlinked from one list of children and prepended to another.
     """
     num_nodes = len(parent)
     hangs_from = parent.copy()
@@ -148,11 +144,9 @@ def _enlarge_first_level(
 def _number_groups(
     parent: Int32s, leaf_parent: Int32s, hangs_from: Int32s
 ) -> tuple[Int32s, Int32s]:
-    """The group of each leaf, int32 ``[n]``, and the node of each group, int32 ``[g]``.
-
-    A leaf belongs to its deepest node among the root's children. Without one, it is a
-    group of its own at the root.
-    """
+    """The group of each leaf, int32 ``[n]``, and the node of each group, int32 ``[g]``. A
+    leaf is in that of its deepest node among the root's children, or is a group of its own
+    at the root."""
     head = np.zeros(len(parent), np.int32)
     for node in range(1, len(parent)):
         head[node] = node if hangs_from[node] == 0 else head[parent[node]]

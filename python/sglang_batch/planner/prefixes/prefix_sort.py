@@ -49,9 +49,8 @@ _KEY_BITS = np.uint64(64)
 def sort_prompts(tokens: Int32s, offsets: Int64s) -> tuple[Int64s, Int32s]:
     """The depth-first order, int64 ``[n]``, and its ``lcp``, int32 ``[n]``.
 
-    Sorts groups of prompts with the same first ``depth`` tokens by the next two tokens.
-    Prompts with equal keys are a new group. Groups of large jobs are divided among
-    threads, each of which waits for memory most of the time.
+    Groups of prompts with the same first ``depth`` tokens are sorted by the next two tokens, and
+    equal keys are a new group. Groups of large jobs are divided among threads.
     """
     n = len(offsets) - 1
     sorting = Sorting(
@@ -89,15 +88,8 @@ def sort_prompts(tokens: Int32s, offsets: Int64s) -> tuple[Int64s, Int32s]:
 def _sort_groups(
     tokens: Int32s, offsets: Int64s, sorting: Sorting, groups: Int64s, once: bool
 ) -> Int64s:
-    """Sort disjoint groups, changing their ranges of ``sorting`` in place.
-
-    Args:
-        groups: int64 ``[g, 3]``, rows of begin, end and depth.
-        once: whether to stop after these groups.
-
-    Returns:
-        With ``once``, the groups that these were split into, otherwise no rows.
-    """
+    """Sort disjoint groups, int64 ``[g, 3]`` of begin, end and depth, in place. With ``once``, stop
+    and return the groups that these were split into."""
     order, lcp, keys = sorting.order, sorting.lcp, sorting.keys
     # Waiting groups are disjoint and have at least two prompts each.
     most = len(groups)
@@ -148,11 +140,8 @@ def _sort_groups(
 def _fill_keys(
     tokens: Int32s, offsets: Int64s, group: Int64s, depth: int, keys: UInt64s
 ) -> np.uint64:
-    """Fill ``keys`` with the tokens after the first ``depth``.
-
-    Returns:
-        The bits in which keys differ.
-    """
+    """Fill ``keys`` with the tokens after the first ``depth``. Returns the bits in which
+    they differ."""
     varying = np.uint64(0)
     for j in range(len(group)):
         i = group[j]
@@ -191,14 +180,8 @@ def _sort_by_key(
     spare_order: Int64s,
     varying: np.uint64,
 ) -> None:
-    """Sort ``keys`` stably in place, and ``order`` with them.
-
-    Few keys are sorted by insertion, many by digits from the lowest, without the bits
-    that all keys have in common.
-
-    Args:
-        varying: the bits in which keys differ.
-    """
+    """Sort ``keys`` stably in place, and ``order`` with them: few by insertion, many by digits from
+    the lowest, without the bits that all keys have in common, those not in ``varying``."""
     n = len(keys)
     if n <= _INSERTION_MAX:
         for j in range(1, n):

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...errors import InputError
 from ..compiled import jit, jit_without_gil
 from ..requests import (
     END_OF_PLACEHOLDERS,
@@ -25,11 +24,8 @@ from .prefix_sort import sort_prompts
 
 
 class MediaTokens(NamedTuple):
-    """Placeholders among the tokens of a tree's prompts, each int32 ``[n]`` by leaf.
-
-    input_len: among those of the leaf's prompt.
-    lcp: among the tokens that it shares with the leaf before it.
-    """
+    """Placeholders among the tokens of a tree's prompts, each int32 ``[n]`` by leaf: among those
+    of the prompt, and among those that it shares with the leaf before it."""
 
     input_len: Int32s
     lcp: Int32s
@@ -40,11 +36,7 @@ class MediaTokens(NamedTuple):
         return int((self.input_len - self.lcp).sum(dtype=np.int64))
 
     def depth(self, leaf_begin: Int64s, leaf_end: Int64s) -> Int32s:
-        """Placeholders in the prefix of each node of a tree, int32 ``[m]``.
-
-        Args:
-            leaf_begin, leaf_end: int64 ``[m]``, as of the tree.
-        """
+        """Placeholders in the prefix of each node of a tree, int32 ``[m]``."""
         # All leaves below a node share as much as the two neighbours that share least.
         shared = np.append(self.lcp, np.int32(0))
         bounds = np.stack([np.minimum(leaf_begin + 1, len(self.lcp)), leaf_end], 1)
@@ -58,14 +50,13 @@ class PrefixTree:
     """``n`` leaves by position in depth-first order, ``m`` nodes in preorder.
 
     order: int64 ``[n]``, the request at each leaf position.
-    input_len: int32 ``[n]``, prompt tokens of the request at each leaf position.
-    lcp: int32 ``[n]``, tokens that a leaf shares with the leaf before it. ``lcp[0]`` is
-        0.
-    leaf_parent: int32 ``[n]``, the parent of each leaf: the deepest node whose prefix
-        the leaf has. The leaf's own tokens are ``input_len - depth[leaf_parent]``, 0
-        for a prompt that is repeated or continued by others.
+    input_len: int32 ``[n]``, its prompt tokens.
+    lcp: int32 ``[n]``, tokens that a leaf shares with the leaf before it, 0 for the first.
+    leaf_parent: int32 ``[n]``, the deepest node whose prefix the leaf has. The leaf's own
+        tokens are ``input_len - depth[leaf_parent]``, 0 for a prompt that is repeated or
+        continued by others.
     parent: int32 ``[m]``. Node 0 is the root, whose parent is -1.
-    depth: int32 ``[m]``, tokens of a node's prefix from the root on. The root's is 0.
+    depth: int32 ``[m]``, tokens of a node's prefix from the root on.
     leaf_begin, leaf_end: int64 ``[m]``. The leaves below a node are the positions
         ``leaf_begin:leaf_end``. Every node but the root has two or more.
     media: of prompts that have placeholders of images or sounds.
@@ -103,18 +94,13 @@ class PrefixTree:
 
     @property
     def prefix_sharing_ratio(self) -> float:
-        """Share of all prompt tokens that an unbounded prefix cache saves, 0..1.
-
-        The optimum of any order (BlendServe, section 2.2). 0.0 for a job without tokens.
-        """
+        """Share of all prompt tokens that an unbounded prefix cache saves, 0..1: the optimum of any
+        order (BlendServe, section 2.2). 0.0 for a job without tokens."""
         num_tokens = self.num_tokens
         return int(self.lcp.sum(dtype=np.int64)) / num_tokens if num_tokens else 0.0
 
     def unique_tokens_below(self) -> Int64s:
-        """Unique tokens of the prompts below each node, int64 ``[m]``.
-
-        The node's prefix, from the root on, counts once.
-        """
+        """Unique tokens of the prompts below each node, its prefix included, int64 ``[m]``."""
         return self._unique_below(self.input_len, self.lcp)
 
     def unique_media_below(self) -> Int64s:
@@ -133,40 +119,37 @@ class PrefixTree:
         return new[self.leaf_end] - new[self.leaf_begin] + lcp[self.leaf_begin]
 
     def subtree_sums(self, values: Floats) -> Floats:
-        """Sum of ``values`` over the leaves below each node, float64 ``[m]``.
+        """Sum of ``values``, float64 ``[n]`` by leaf position, below each node, float64 ``[m]``.
 
-        ``values`` is float64 ``[n]`` by leaf position (not by request). The sums are
-        differences of running sums, so their rounding error is relative to the sum over
-        all leaves, not to the node's own.
+        As differences of running sums: rounding errors are relative to the sum over all leaves.
         """
         running = np.zeros(len(values) + 1)
         np.cumsum(values, out=running[1:])
         return running[self.leaf_end] - running[self.leaf_begin]
 
-    def shared_with_previous(self, leaves: Int64s) -> Int32s:
-        """Tokens that each leaf of a sequence shares with the one before it.
+    @property
+    def position(self) -> Int64s:
+        """The leaf position of each request, int64 ``[n]``."""
+        position = np.empty_like(self.order)
+        position[self.order] = np.arange(self.num_requests)
+        return position
 
-        Args:
-            leaves: int64 ``[k]``, leaf positions in any order.
+    @property
+    def own_len(self) -> Int32s:
+        """Tokens of each node's prefix beyond its parent's, int32 ``[m]``."""
+        above = np.where(self.parent >= 0, self.depth[self.parent], 0)
+        own: Int32s = (self.depth - above).astype(np.int32)
+        return own
 
-        Returns:
-            int32 ``[k]``, 0 for the first leaf.
-        """
-        return _shared_with_previous(
-            leaves,
-            self.leaf_parent,
-            self.parent,
-            self.depth,
-            self.leaf_begin,
-            self.leaf_end,
-        )
+    def longest_below(self, values: Floats) -> Floats:
+        """The largest of ``values``, float64 ``[n]`` by leaf, below each node, or 0."""
+        return _longest_below(self.parent, self.leaf_parent, values)
 
     def restricted_to(self, leaves: Int64s) -> PrefixTree:
-        """The tree of some of the requests.
+        """The tree of some of the requests, with the same numbers.
 
         Args:
-            leaves: int64, leaf positions in ascending order. The new tree's ``order``
-                has the same request numbers.
+            leaves: int64, leaf positions in ascending order.
         """
         if len(leaves) == 0:
             return _tree_of(self.order[:0], self.input_len[:0], self.lcp[:0])
@@ -251,33 +234,6 @@ def _tree_of(order: Int64s, input_len: Int32s, lcp: Int32s) -> PrefixTree:
     )
 
 
-def achieved_prefix_sharing_ratio(tree: PrefixTree, order: Int64s) -> float:
-    """Share of all prompt tokens saved when only the previous prompt is cached, 0..1.
-
-    Each request reuses the tokens that it shares with the one before it. The tree's own
-    order gets ``tree.prefix_sharing_ratio``, and no order gets more.
-
-    Args:
-        order: int64 ``[n]``, the requests in the order in which they are sent.
-
-    Raises:
-        InputError: ``order`` does not have each request once.
-    """
-    n = tree.num_requests
-    if not np.array_equal(np.sort(order), np.arange(n)):
-        raise InputError(
-            f"order={order!r} is not a permutation; give each of the tree's {n} "
-            "requests once."
-        )
-    num_tokens = tree.num_tokens
-    if num_tokens == 0:
-        return 0.0
-    position = np.empty_like(tree.order)
-    position[tree.order] = np.arange(tree.num_requests)
-    shared = tree.shared_with_previous(position[order])
-    return int(shared.sum(dtype=np.int64)) / num_tokens
-
-
 # --- From the sorted prompts' common prefixes to nodes.
 
 
@@ -285,9 +241,8 @@ def achieved_prefix_sharing_ratio(tree: PrefixTree, order: Int64s) -> float:
 def _make_nodes(lcp: Int32s) -> tuple[Int32s, Int64s, Int64s]:
     """``depth``, ``leaf_begin`` and ``leaf_end`` of all nodes in preorder.
 
-    From the last leaf to the first, a node is complete only after all nodes below it,
-    so completed nodes fill the arrays from the back in preorder. Nodes that are still
-    open, a path from the root, are kept at the free front of the same arrays.
+    From the last leaf to the first, completed nodes fill the arrays from the back. Those that are
+    still open, a path from the root, are kept at the free front of the same arrays.
     """
     n = len(lcp)
     most = max(n, 1)
@@ -333,19 +288,11 @@ def _link(
 
 
 @jit
-def _shared_with_previous(
-    positions: Int64s,
-    leaf_parent: Int32s,
-    parent: Int32s,
-    depth: Int32s,
-    leaf_begin: Int64s,
-    leaf_end: Int64s,
-) -> Int32s:
-    shared = np.zeros(len(positions), np.int32)
-    for k in range(1, len(positions)):
-        node = leaf_parent[positions[k]]
-        previous = positions[k - 1]
-        while not leaf_begin[node] <= previous < leaf_end[node]:
-            node = parent[node]
-        shared[k] = depth[node]
-    return shared
+def _longest_below(parent: Int32s, leaf_parent: Int32s, values: Floats) -> Floats:
+    longest = np.zeros(len(parent))
+    for leaf in range(len(values)):
+        node = leaf_parent[leaf]
+        longest[node] = max(longest[node], values[leaf])
+    for node in range(len(parent) - 1, 0, -1):
+        longest[parent[node]] = max(longest[parent[node]], longest[node])
+    return longest

@@ -6,12 +6,11 @@ along the split paths again. Here the tree is first divided into units: large su
 are opened into their children as long as few shared tokens are lost, and small siblings
 are kept together in runs. Units are then dealt, largest first, to the shards with least
 of the unit's kind of work, and moved as long as that makes the shards more equal.
-Finally the slowest shard hands over units as long as that makes it faster: a request
-with more than a fair share of the memory time leaves less time for other work.
+Finally the slowest shard hands over units as long as that makes it faster.
 
 Engines of different speed get work in proportion to it. With many engines the job is cut
 for groups of them first, and each part for smaller groups, so that a large subtree is
-opened for the few engines that need it, and not for all.
+opened for the few engines that need it.
 """
 
 from __future__ import annotations
@@ -82,10 +81,8 @@ def partition(
         work: estimated work by leaf of ``tree``.
         speeds: of the shards' engines. Shards without an engine are empty. None: all
             engines are as fast.
-        granularity: approximate units per shard. Only subtrees with more than
-            ``1 / (num_shards * granularity)`` of the job's compute or memory time are
-            opened, and siblings are gathered up to that size. A single request is
-            never divided. With engines of different speed the slowest one's share counts.
+        granularity: approximate units per shard (of the slowest engine). Larger subtrees are
+            opened, and siblings gathered up to that size. A request is never divided.
         max_lost_sharing: share of the shared prompt tokens that may be lost, 0 to 1.
             More is lost only if the slowest shard would otherwise take over 1 % longer
             than its fair share, and only if that makes it over 1 % faster.
@@ -94,7 +91,12 @@ def partition(
         ConfigError: a setting is out of range, there are not as many speeds as shards, or
             no engine is there.
     """
-    _check(num_shards, granularity, max_lost_sharing)
+    if num_shards < 1:
+        raise ConfigError(f"num_shards={num_shards!r} must be 1 or more.")
+    if granularity < 1:
+        raise ConfigError(f"granularity={granularity!r} must be 1 or more.")
+    if not 0 <= max_lost_sharing <= 1:
+        raise ConfigError(f"max_lost_sharing={max_lost_sharing!r} must be 0 to 1.")
     speeds = speeds_for(speeds, num_shards)
     there = np.flatnonzero(speeds.there)
     if not len(there):
@@ -112,15 +114,6 @@ def partition(
     return Partition(shard, compute_s, memory_s, lost)
 
 
-def _check(num_shards: int, granularity: int, max_lost_sharing: float) -> None:
-    if num_shards < 1:
-        raise ConfigError(f"num_shards={num_shards!r} must be 1 or more.")
-    if granularity < 1:
-        raise ConfigError(f"granularity={granularity!r} must be 1 or more.")
-    if not 0 <= max_lost_sharing <= 1:
-        raise ConfigError(f"max_lost_sharing={max_lost_sharing!r} must be 0 to 1.")
-
-
 class _Settings(NamedTuple):
     """The arguments of :func:`partition`, and the tolerance of each cut."""
 
@@ -132,12 +125,7 @@ class _Settings(NamedTuple):
 def _cut(
     tree: PrefixTree, cost: CostModel, work: LeafWork, slow: Floats, settings: _Settings
 ) -> Int32s:
-    """The shard of each leaf, int32 ``[n]``.
-
-    Args:
-        slow: float64 ``[2, k]``, seconds of each shard's engine for a second of compute
-            and of memory.
-    """
+    """The shard of each leaf, int32 ``[n]``, on engines as slow as ``slow``, float64 ``[2, k]``."""
     k = slow.shape[1]
     if k <= _MOST_AT_ONCE:
         return _cut_at_once(tree, cost, work, slow, settings)
@@ -201,8 +189,7 @@ def _cut_at_once(
     large = np.flatnonzero(larger > grain)
     candidates = large[np.argsort(-larger[large], kind="stable")]
     # Every shard with a part of an opened node computes its prefix.
-    length = tree.depth - np.where(tree.parent >= 0, tree.depth[tree.parent], 0)
-    price = length.astype(np.int64) * (k - 1)
+    price = tree.own_len.astype(np.int64) * (k - 1)
 
     budget = settings.max_lost_sharing * (tree.num_tokens - tree.num_unique_tokens)
     best, best_s = np.zeros(0, np.int32), np.inf
@@ -258,8 +245,7 @@ def _prefill_s(cost: CostModel, num_tokens: Int32s) -> Floats:
 class _Shares(NamedTuple):
     """Work as shares of the job's compute and memory time, 0 if the job has none.
 
-    compute, memory: float64 ``[m + n]``, of each subtree and of each leaf, including
-        their prefixes from the root on.
+    compute, memory: float64 ``[m + n]``, of each subtree and of each leaf with its prefix.
     prefix: float64 ``[m]``, compute of each node's prefix from the root on.
     compute_s, memory_s: the job's compute and memory time, in seconds.
     """
@@ -390,7 +376,6 @@ def shared_within_shards(lcp: Int32s, leaf_shard: Int32s, k: int) -> Int32s:
     """Tokens that each leaf shares with the one before it in its shard, int32 ``[n]``.
 
     Args:
-        lcp: as of the tree.
         leaf_shard: int32 ``[n]`` by leaf, below ``k``.
     """
     shared = np.zeros(len(lcp), np.int32)
@@ -439,8 +424,7 @@ def deal(
     Args:
         largest_first: int64 ``[u]``, the units in falling size.
         compute, memory: float64 ``[u]``, shares of the job's compute and memory time.
-        slow: float64 ``[2, k]``, how many times as long as the fastest engine that of each
-            shard takes for compute and for memory.
+        slow: float64 ``[2, k]``, each engine's time over the fastest's, for both.
     """
     k = slow.shape[1]
     loads = np.zeros((2, k))
@@ -485,17 +469,15 @@ def _harm(c: float, m: float, loads: Floats, slow: Floats, s: int) -> float:
 def relieve_slowest(
     shard: Int32s, compute: Floats, memory: Floats, slow: Floats, exponent: float
 ) -> None:
-    """Move units away from the slowest shard, in place.
+    """Move units away from the slowest shard, in place, until no move helps.
 
-    Each move takes the unit and the other shard that make the slower of the two fastest,
-    until no move helps. The slowest shard never gets slower, so the guarantee of
-    :func:`deal` still holds for its time.
+    Each takes the unit and the other shard that make the slower of the two fastest. The slowest
+    never gets slower, so the guarantee of :func:`deal` still holds for its time.
 
     Args:
         shard: int32 ``[u]``, the shard of each unit, which is changed.
         compute, memory: float64 ``[u]``, in seconds.
-        slow: float64 ``[2, k]``, how long the engine of each shard takes for a second of
-            compute and of memory.
+        slow: float64 ``[2, k]``, seconds of each shard's engine for one of both.
         exponent: k of :func:`~..costs.cost_model.overlapped`.
     """
     k = slow.shape[1]

@@ -1,17 +1,15 @@
 """Requests of a running job that move between shards, so that all shards end together.
 
-The slowest shard can_give requests to the fastest, one family after another: a family has
+The slowest shard can give requests to the fastest, one family after another: a family has
 the requests that lack the same prefix in the other shard. First go those that can go as a
 whole, and of these, those that come last in the order. As much of a family moves as makes
-both shards end earliest, where each second of computing its prefix again must save one. So
-a family stays together, or stays where it is, if its prefix is long, and is divided if its
-own work is longer.
+both shards end earliest, where each second of computing its prefix again must save one.
 
 The replicas of one server, few and of the same speed, even out in pairs. Among many
-engines, or engines of different speed, the slowest can_give until it ends with the mean, not
-with the fastest, so that a few moves of each suffice, and one that has nothing to give does
-not keep the others from it. An engine that is not there first leaves all that was not sent
-to the one that then ends first.
+engines, or engines of different speed, the slowest gives until it ends with the mean, so
+that a few moves of each suffice, and one that has nothing to give does not keep the others
+from it. An engine that is not there first leaves all that was not sent to the one that then
+ends first.
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ class LeafState(NamedTuple):
 
     shard: int32, the shard that has the request.
     may_move: bool, whether it has not been sent. Others stay.
-    left: float64, the share of its work that is still to be done, 0 to 1. 0 for those
-        that have ended.
+    left: float64, the share of its work that is still to be done, 0 to 1.
     far: float64, the place in its shard's order. The highest go first.
     """
 
@@ -61,15 +58,12 @@ def rebalance(
     num_shards: int,
     speeds: ShardSpeeds | None = None,
 ) -> Int32s:
-    """The shard of each leaf after moves that make the slowest shard faster.
+    """The shard of each leaf after moves that make the slowest shard faster, int32 ``[n]``.
 
     Args:
         work: estimated work of whole requests by leaf of ``tree``.
-        speeds: of the shards' engines, by their numbers. Shards without an engine keep
-            only requests that may not move. None: all engines are as fast.
-
-    Returns:
-        int32 ``[n]``. The same as before if no engine is there.
+        speeds: of the shards' engines. Shards without an engine keep only requests that may
+            not move; if none is there, nothing moves. None: all engines are as fast.
 
     Raises:
         ConfigError: there are not as many speeds as shards.
@@ -90,11 +84,7 @@ def rebalance(
 
 
 class _Shards:
-    """The shards of a running job while requests move between them.
-
-    Attributes:
-        shard: int32 ``[n]``, of each leaf.
-    """
+    """The shards of a running job while requests move between them; ``shard`` is int32 ``[n]``."""
 
     def __init__(
         self,
@@ -143,10 +133,8 @@ class _Shards:
         return self._cost.step_time_s(*(loads * self._slow[:, shards]))
 
     def empty_missing(self) -> None:
-        """Take all that may move away from engines that are not there.
-
-        It goes as a whole to the shard that then ends first, which may give it on.
-        """
+        """Take all that may move away from engines that are not there, each as a whole to the shard
+        that then ends first, which may give it on."""
         for missing in self._missing:
             members = self._members[missing]
             left = members[self._times.may_move[members]]
@@ -186,11 +174,8 @@ class _Shards:
                 break
 
     def _move_between(self, pair: Int64s, target_s: float) -> bool:
-        """Move requests from a giver to a taker. Returns whether any moved.
-
-        Args:
-            target_s: the giver need not end earlier.
-        """
+        """Move requests until the giver ends at ``target_s`` or no move helps. Returns
+        whether any moved."""
         giver, taker = pair
         times = self._times
         for row, shard in enumerate(pair):
@@ -236,14 +221,12 @@ Counts = NDArray[np.int32]
 
 
 class LeafTimes(NamedTuple):
-    """The work that is left of a job, by the nodes of its tree and by leaf. Times are in seconds of
-    the cost model.
+    """The work that is left of a job, in seconds of the cost model.
 
     parent, leaf_parent: as of the tree.
     prefix_s: float64 ``[m]``, to compute a node's own part of its prefix.
     compute_s, memory_s: float64 ``[n]``, of the requests without shared prefixes.
-    may_move, pending: bool ``[n]``, whether a request can be given, and whether it has not
-        ended.
+    may_move, pending: bool ``[n]``, whether a request can be given, and has not ended.
     """
 
     parent: Int32s
@@ -259,12 +242,8 @@ class LeafTimes(NamedTuple):
 def prefixes_s(
     members: Int64s, times: LeafTimes, pending: Counts, begun: Counts
 ) -> float:
-    """Seconds to compute all prefixes that a shard needs and has not computed.
-
-    Args:
-        members: int64, leaves of the shard.
-        pending, begun: int32 ``[m]`` of zeros, as they are again afterwards.
-    """
+    """Seconds to compute all prefixes that a shard of these leaves needs and has not computed.
+    ``pending`` and ``begun`` are int32 ``[m]`` of zeros, as they are again afterwards."""
     count_requests(members, times, pending, begun)
     total = 0.0
     for leaf in members:
@@ -306,11 +285,8 @@ def reset_counts(
 
 @jit
 def families(offered: Int64s, times: LeafTimes, pending: Counts) -> Int64s:
-    """The highest node above each leaf whose prefix the taker would have to compute, or -1.
-
-    Args:
-        pending: int32 ``[m]``, requests of the taker below each node.
-    """
+    """The highest node above each leaf whose prefix the taker, with ``pending`` requests below
+    each node, would have to compute, or -1."""
     family = np.full(len(offered), -1, np.int64)
     for i in range(len(offered)):
         node = times.leaf_parent[offered[i]]
@@ -349,8 +325,7 @@ class PairLoads(NamedTuple):
 
     loads: float64 ``[2, 2]``, compute and memory seconds of both, which moves change.
     slow: float64 ``[2, 2]``, seconds that the engines of both take for one of those.
-    target_s: seconds below which an end is as good as any other. 0: all families are
-        offered.
+    target_s: seconds below which all ends are as good. 0: all families are offered.
     exponent: k of :func:`~..costs.cost_model.overlapped`.
     """
 
@@ -368,8 +343,7 @@ def move_families(
     """Move some of the offered leaves, family by family. Returns which, bool.
 
     Args:
-        offered, family: int64, the leaves in the order in which they are offered, and
-            their families.
+        offered, family: int64, the leaves in the order in which they are offered.
         pending, begun: int32 ``[2, m]``, requests of the giver and the taker below each
             node, which are changed.
     """

@@ -1,8 +1,7 @@
 """How fast the engines of a job's shards are, each against the job's cost model.
 
-A fleet has engines of different speed, and engines that come and go. A shard keeps its
-number for the whole job: the shard of an engine that left has a speed of 0, and an engine
-that joins gets the next number.
+A shard keeps its number for the whole job: that of an engine that left has a speed of 0, and
+an engine that joins gets the next number.
 """
 
 from __future__ import annotations
@@ -57,11 +56,8 @@ class ShardSpeeds:
     def of_costs(
         cls, job: CostModel, engines: Sequence[CostModel | None]
     ) -> ShardSpeeds:
-        """By the times per token of the engines' cost models, None for no engine.
-
-        Raises:
-            ConfigError: a model has no time where that of the job has one.
-        """
+        """By the times per token of the engines' cost models, None for no engine. Raises
+        ConfigError if a model has no time where that of the job has one."""
         compute = [_times_as_fast(job, each, "token_time_s") for each in engines]
         memory = [_times_as_fast(job, each, "kv_read_time_s") for each in engines]
         return cls(np.array(compute, np.float64), np.array(memory, np.float64))
@@ -77,19 +73,14 @@ class ShardSpeeds:
         return found
 
     def corrected(self, measured: Floats) -> ShardSpeeds:
-        """The speeds after a measurement.
-
-        Only their ratios matter to the plan, so a factor that all have in common, such as
-        an error of the cost model, does no harm.
+        """The speeds after a measurement. Only their ratios matter to the plan.
 
         Args:
             measured: float64 ``[k]``, the work that each engine did, over the work that
-                these speeds predict for the same time. 1 for those that did too little to
-                tell. That of engines that are not there does not count.
+                these speeds predict for the same time. 1 for those that did too little to tell.
 
         Raises:
-            ConfigError: there is not one for each engine, or one is not above 0 or not
-                finite.
+            ConfigError: there is not one for each engine, or one is not above 0 or not finite.
         """
         if measured.shape != self.compute.shape:
             raise ConfigError(
@@ -111,13 +102,9 @@ class ShardSpeeds:
         return ShardSpeeds(self.compute[shards], self.memory[shards])
 
     def slowness(self) -> Floats:
-        """Seconds that an engine takes for a second of the cost model, up to a factor.
-
-        Returns:
-            float64 ``[2, k]``, of computing and of reading. The least is exactly 1, so
-            that engines of equal speed are planned as if nobody had measured them. Of
-            engines that are not there it is infinite.
-        """
+        """Seconds that an engine takes for a second of the cost model, up to a factor: float64
+        ``[2, k]``, of computing and of reading. The least is exactly 1, so that engines of equal
+        speed are planned as if nobody had measured them. Infinite for those that are not there."""
         speeds = np.stack([self.compute, self.memory])
         found = np.full(speeds.shape, np.inf)
         np.divide(speeds.max(initial=0.0), speeds, out=found, where=speeds > 0)
@@ -125,11 +112,7 @@ class ShardSpeeds:
 
 
 def speeds_for(speeds: ShardSpeeds | None, num_shards: int) -> ShardSpeeds:
-    """These speeds, or equal ones without any.
-
-    Raises:
-        ConfigError: they are not those of so many shards.
-    """
+    """These speeds, or equal ones without any. Raises ConfigError if they are of other shards."""
     if speeds is None:
         return ShardSpeeds.equal(num_shards)
     if len(speeds) != num_shards:

@@ -44,23 +44,18 @@ from .request_stages import (
     rounded_est_decode_steps,
     take,
 )
-from .step_admission import compute, fits, overtakes, whole_multiple
+from .step_admission import compute, fits, overtakes
 
 
 @jit_inlined
 def batch_prefill(sim: Sim, lengths: RowLengths) -> tuple[int, float]:
-    """Fill the step with prompts.
-
-    Returns:
-        Tokens computed, and seconds of attention over them.
-    """
+    """Fill the step with prompts."""
     state = sim.state[0]
     if sim.queue.rule > 0:
         _let_wait(sim, lengths)
         if wants_switch(lengths.batches, lengths.law, _running_rows(sim)):
             _switch(sim, lengths)
-    limit = max(0, sim.engine.step_tokens - state.decoding)
-    tokens = whole_multiple(sim, limit)
+    tokens = max(0, sim.engine.step_tokens - state.decoding)
     s = sim.sides[LEFT]
     done, attention = 0, 0.0
     s.blocked = 0
@@ -177,13 +172,8 @@ def _switch(sim: Sim, lengths: RowLengths) -> None:
 
 @jit_in_place
 def _make_way(sim: Sim, lengths: RowLengths, i: int) -> bool:
-    """Park the longest row of the old batch for a request, if it is longer.
-
-    Not on SGLang, where rows leave between steps only.
-
-    Returns:
-        Whether there was one.
-    """
+    """Park the longest row of the old batch for a request, if it is longer. Returns whether
+    there was one. Not on SGLang, where rows leave between steps only."""
     if sim.queue.rule != TREE or not lengths.law.parks or sim.engine.as_sglang:
         return False
     state = sim.state[0]
@@ -244,11 +234,7 @@ def _sort_rows(sim: Sim, lengths: RowLengths) -> None:
 
 @jit_in_place
 def _join(sim: Sim, lengths: RowLengths, i: int) -> bool:
-    """Let a request join.
-
-    Returns:
-        Whether it decodes at once: the host has its KV.
-    """
+    """Let a request join. Returns whether it decodes at once: the host has its KV."""
     r = sim.requests[i]
     sim.sides[LEFT].retry_at = 0
     is_retry = sim.sides[LEFT].num_retry > 0

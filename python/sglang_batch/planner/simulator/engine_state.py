@@ -34,10 +34,8 @@ REQUEST = np.dtype(
         ("bucket", np.int64),  # its entry in the KV forecast: bucket, base and final
         ("base", np.int64),
         ("final", np.int64),
-        (
-            "event",
-            np.int64,
-        ),  # its step in the calendar, and its neighbours in that step
+        # Its step in the calendar, and its neighbours in that step.
+        ("event", np.int64),
         ("before", np.int32),
         ("after", np.int32),
         ("older", np.int32),  # neighbours among running requests, by admission
@@ -58,10 +56,7 @@ REQUEST = np.dtype(
         # With batches of similar length: its length in them, and its family.
         ("key", np.int32),
         ("family", np.int32),
-        (
-            "more_reads",
-            np.int32,
-        ),  # of its states and windows in a step, as tokens of KV
+        ("more_reads", np.int32),  # of states and windows in a step, as tokens of KV
         ("pool_share", np.int32),  # units of the second pool that it is charged
         ("media", np.int32),  # placeholders of images and sounds in its prompt
         ("row_base", np.int64),  # length - step while it decodes
@@ -162,11 +157,9 @@ class Queue(NamedTuple):
     """The order of the plan, as leaves.
 
     order: int64 ``[n]``, the leaf at each position.
-    position: int64 ``[n]`` by leaf, its place in the order.
-    rank: int64 ``[n]`` by leaf, smaller for leaves that are taken sooner.
+    position, rank: int64 ``[n]`` by leaf, its place in the order, and how soon it is taken.
     density: float64 ``[n]`` by position, compute density of the neighbourhood.
-    dual: whether the order is taken from both ends.
-    num_left: positions of the left side. The right scanner stops before them.
+    dual, num_left: whether the order is taken from both ends, and positions of the left side.
     rule: of ``kv_lengths.batch_state``, 0 for an order that is followed.
     """
 
@@ -180,11 +173,8 @@ class Queue(NamedTuple):
 
 
 class RowHeap(NamedTuple):
-    """Rows that decode, the longest at the top, and some that have left.
-
-    bases: int64 ``[3 n]``, a row's length minus the step.
-    rows: int64 ``[3 n]``, the row.
-    """
+    """Rows that decode, the longest at the top, and some that have left: int64 ``[3 n]``, a row's
+    length minus the step, and the row."""
 
     bases: Int64s
     rows: Int64s
@@ -193,8 +183,7 @@ class RowHeap(NamedTuple):
 class RowLengths(NamedTuple):
     """The lengths of rows, where they matter to costs, capacity or batches.
 
-    Apart from :class:`Sim`, since most functions do without it and numba's time to
-    compile them grows with the arrays that they are given.
+    Apart from :class:`Sim`, since numba's time to compile functions grows with their arrays.
 
     heap: rows that decode.
     cells: running rows of a dense engine.
@@ -210,19 +199,14 @@ class RowLengths(NamedTuple):
 
 class SimEngine(NamedTuple):
     """Limits and costs of the engine: those of ``EngineLimits`` and ``CostModel``.
-
-    kv_capacity: tokens in whole pages.
-    table, extras: seconds of a step, see ``costs.cost_model``.
-    mixing: when prompts and decodes have steps of their own.
-    max_waiting: most requests that wait in the engine, of which batches are formed.
-    """
+    ``kv_capacity`` is in whole pages, and ``mixing`` says when prompts and decodes have
+    steps of their own."""
 
     kv_capacity: int
     page_size: int
     max_running: int
     step_tokens: int
     min_step_tokens: int
-    batch_multiple: int
     closed_loop: bool
     as_sglang: bool
     shared_kv_read_once: bool

@@ -1,17 +1,16 @@
 """The prefix cache of the simulator: which nodes of the prefix tree are resident.
 
 Tokens are of four kinds: *locked* (prefixes of running requests), *idle* (prefixes that
-no running request uses, evictable), *garbage* (prompt tokens and answers of finished
-requests that no other request shares, which an LRU cache cannot tell apart) and
-*private* (tokens of running requests that no other shares, counted elsewhere).
+no running request uses, evictable), *garbage* (tokens of finished requests that no other
+shares, which an LRU cache cannot tell apart) and *private* (of running requests alone,
+counted elsewhere).
 
-Of a model with recurrent states, a prefix can be used only where a state was kept: where the
-plan cut the prompt of the request that computed it. A state is a unit of the second pool.
+Of a model with recurrent states, a prefix can be used only where the plan cut the prompt of the
+request that computed it, and a state, a unit of the second pool, was kept.
 
-Under ``LRU`` idle prefixes and garbage are evicted oldest first, as in SGLang's radix
-cache. Under ``PLANNED`` the cache follows the plan: garbage and prefixes without a
-remaining use are dropped at once, and the prefix whose next use is furthest away is
-evicted first.
+Under ``LRU`` idle prefixes and garbage are evicted oldest first, as in SGLang's radix cache.
+Under ``PLANNED`` garbage and prefixes without a remaining use are dropped at once, and the
+prefix whose next use is furthest away is evicted first.
 """
 
 from __future__ import annotations
@@ -38,10 +37,7 @@ NODE = np.dtype(
     [
         ("leaf_begin", np.int64),
         ("leaf_end", np.int64),
-        (
-            "next_use",
-            np.int64,
-        ),  # rank of the next request below, -1 if not looked up yet
+        ("next_use", np.int64),  # rank of the next request below, -1: not looked up
         ("parent", np.int32),
         ("length", np.int32),  # own tokens
         ("depth", np.int32),
@@ -67,11 +63,9 @@ class SimCache(NamedTuple):
     """Entries ``0..m-1`` are the tree's nodes, ``m + i`` is the garbage of leaf ``i``.
 
     nodes: ``NODE [m]``.
-    older, newer: int32 ``[m + n + 1]``, neighbours in the eviction list. The head of
-        the list is the last entry.
+    older, newer: int32 ``[m + n + 1]``, neighbours in the eviction list, whose head is the last.
     garbage: int32 ``[n]``, tokens of each leaf's garbage.
-    totals: int64 ``[5]``, tokens LOCKED, IDLE and GARBAGE, and the numbers of NODES in use
-        and STATES.
+    totals: int64 ``[5]``, tokens LOCKED, IDLE and GARBAGE, NODES in use and STATES.
     eviction: LRU or PLANNED.
     keeps_states: whether prefixes can be used only where a state was kept.
     """
@@ -181,10 +175,7 @@ def _unlink(cache: SimCache, entry: int) -> None:
 @jit_in_place
 def lock(cache: SimCache, node: int, first_use: bool) -> None:
     """A request starts to use a node's prefix, all of which becomes resident.
-
-    Args:
-        first_use: whether this is one of the uses counted by the plan.
-    """
+    ``first_use``: whether this is one of the uses counted by the plan."""
     while node > 0:
         at = cache.nodes[node]
         if at.refs == 0:
@@ -330,14 +321,8 @@ def give_use_back(cache: SimCache, node: int) -> None:
 
 @jit_in_place
 def change_readers(cache: SimCache, node: int, change: int) -> int:
-    """Count decoding requests of a node's prefix.
-
-    Args:
-        change: 1 for a request that starts to decode, -1 for one that stops.
-
-    Returns:
-        The change in tokens of all nodes that at least one request reads.
-    """
+    """Add ``change`` decoding requests, 1 or -1, to a node's prefix. Returns the change in
+    tokens of all nodes that at least one request reads."""
     tokens = 0
     while node > 0:
         at = cache.nodes[node]
@@ -388,8 +373,7 @@ def evict(cache: SimCache, tokens: int, rank: Int64s, requests: NDArray[Any]) ->
 
     Args:
         rank: int64 ``[n]``, rank of each leaf in the plan.
-        requests: ``[n]`` records with a field ``admitted``, 0 for leaves that are not
-            admitted yet.
+        requests: ``REQUEST [n]``.
     """
     head = len(cache.newer) - 1
     m = len(cache.nodes)

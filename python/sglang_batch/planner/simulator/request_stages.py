@@ -1,12 +1,10 @@
 """Stages of a request in the simulated engine: waiting, admitted, decoding, retracted, ended.
 
-A request whose prefix is being computed by another one, its leader, is a follower. As
-in the scheduler inside SGLang, it is held back until the step after that prefix is
-complete.
+A request whose prefix is being computed by another one, its leader, is a follower. It is held
+back until the step after that prefix is complete.
 
 The next event of a running request (it ends, or runs longer than estimated) is an entry in a
-calendar of steps. The time of a simulated step is thus proportional to the requests
-that change in it, not to all running requests.
+calendar of steps, so that a step costs time only for the requests that change in it.
 """
 
 from __future__ import annotations
@@ -97,11 +95,8 @@ def lead(cache: SimCache, i: int, node: int, cached: int) -> None:
 
 @jit_in_place
 def leads(cache: SimCache, node: int, kept: int) -> bool:
-    """Whether a waiting request would compute prefixes for others.
-
-    Args:
-        kept: tokens of its prompt that the cache holds.
-    """
+    """Whether a waiting request would compute prefixes for others; ``kept`` tokens are in
+    the cache."""
     while node > 0 and cache.nodes[node].depth > kept:
         if cache.nodes[node].uses_left > 1 and cache.nodes[node].leader == NONE:
             return True
@@ -140,11 +135,8 @@ def show(sim: Sim, i: int, computed: int) -> None:
 
 @jit_in_place
 def follows(sim: Sim, side: int, i: int) -> bool:
-    """Hold a side's candidate back if another request computes its prefix.
-
-    Returns:
-        Whether the candidate is a follower.
-    """
+    """Hold a side's candidate back if another request computes its prefix. Returns whether
+    it does."""
     state = sim.state[0]
     node = sim.requests[i].node
     while node > 0 and sim.cache.nodes[node].leader == NONE:
@@ -567,10 +559,8 @@ def rounded_est_decode_steps(sim: Sim, i: int) -> int:
 
 @jit_in_place
 def growth(sim: Sim, i: int, generated: int, est_decode_steps: int) -> tuple[int, int]:
-    """A request's KV in tokens as if it grew from now on, and its steps to the end.
-
-    In SGLang, it begins to grow in the step after that which computes its prompt.
-    """
+    """A request's KV in tokens as if it grew from now on, and its steps to the end. In SGLang, it
+    begins to grow in the step after that which computes its prompt."""
     r = sim.requests[i]
     waits = 1 if sim.engine.as_sglang and r.event == NONE else 0
     remaining = max(est_decode_steps - generated, 1)

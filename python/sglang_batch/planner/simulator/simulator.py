@@ -58,11 +58,11 @@ class Simulation:
     mean_kv_share: KV in use over the capacity, as the mean over steps.
     admission_order: int64 ``[n]``, requests in the order of their admission.
     parked: times that a row left in a switch of batches, and came back.
-    num_batches, mixed_steps: batches of similar length that were formed, and steps in
-        which rows of more than one of them ran. 0 for orders that are followed.
+    num_batches, mixed_steps: batches of similar length that were formed, and steps in which
+        rows of more than one of them ran.
     samples: float64 ``[6, s]``, of the steps: seconds, compute and memory time, rows that
-        decode, their tokens of KV, and those of the longest row. Each column is the sum of the same
-        number of steps.
+        decode, their tokens of KV, and those of the longest row. Each column is the sum of
+        the same number of steps.
     """
 
     seconds: float
@@ -92,8 +92,7 @@ class Simulation:
     @property
     def tail_s(self) -> float:
         """Seconds at the end in which fewer than half as many rows run as when the last of
-        all joined, to within a sample.
-        """
+        all joined, to within a sample."""
         seconds, rows = self.samples[0], self.samples[3]
         if not len(rows):
             return 0.0
@@ -124,8 +123,8 @@ def simulate(
 
     Args:
         output_len: int32 ``[n]`` by request, the true lengths.
-        est_output_len, est_output_len_sq: float64 ``[n]`` by request, first and second
-            moment of the output length, for admission. None: the true lengths.
+        est_output_len, est_output_len_sq: float64 ``[n]`` by request, both moments of the
+            output length, for admission. None: the true lengths.
         max_new_tokens: int32 ``[n]`` by request, which estimates do not exceed.
 
     Raises:
@@ -171,11 +170,7 @@ def simulate(
 
 
 def check_capacity(tree: PrefixTree, output_len: Int32s, limits: EngineLimits) -> None:
-    """Check that every request fits on its own.
-
-    Raises:
-        ConfigError: one does not.
-    """
+    """Raise ConfigError unless every request fits on its own."""
     needed = tree.input_len + np.maximum(output_len[tree.order], 1)
     capacity = limits.kv_capacity_tokens // limits.page_size * limits.page_size
     if len(needed) and needed.max() > capacity:
@@ -224,9 +219,8 @@ def _batch_keys(
 def _count_decode_steps(requests: NDArray[Any], *, overlapped: bool) -> None:
     """Change numbers of output tokens to decode steps as in SGLang.
 
-    SGLang can tell beforehand that a request will end by its limit, and leaves it out
-    of the next step. A request that stops by itself decodes once more. Where steps are
-    not overlapped, SGLang learns of every end in the step itself.
+    A request that ends by its limit is left out of the next step. One that stops by itself decodes
+    once more, where steps are overlapped.
     """
     in_time = requests["decode_steps"] >= requests["max_decode_steps"]
     requests["max_decode_steps"] = np.maximum(requests["max_decode_steps"] - 1, 0)
@@ -239,9 +233,7 @@ def _count_decode_steps(requests: NDArray[Any], *, overlapped: bool) -> None:
 
 def _queue(tree: PrefixTree, order: Order) -> Queue:
     n, density = len(order.requests), order.density
-    leaf_of = np.empty(n, dtype=np.int64)
-    leaf_of[tree.order] = np.arange(n)
-    by_position = leaf_of[order.requests]
+    by_position = tree.position[order.requests]
     rank = np.empty(n, dtype=np.int64)
     position = np.empty(n, dtype=np.int64)
     positions = np.arange(n)
@@ -291,7 +283,6 @@ def _engine(cost: CostModel, limits: EngineLimits) -> SimEngine:
         max_running=limits.max_running or np.iinfo(np.int32).max,
         step_tokens=limits.step_tokens,
         min_step_tokens=limits.min_step_tokens,
-        batch_multiple=limits.batch_multiple,
         closed_loop=limits.closed_loop,
         as_sglang=limits.as_sglang,
         shared_kv_read_once=cost.shared_kv_read_once,

@@ -3,6 +3,8 @@
 The rule is that of ``scheduling.step_filling``, for compiled rows of arrays in place of
 objects. Both share the parts that are numbers: ``planner.admission_rules`` has the
 forecast of KV, the dual scanner and how many followers are looked past.
+
+Functions that compute prompts return the tokens computed and the seconds of attention.
 """
 
 from __future__ import annotations
@@ -52,11 +54,8 @@ def fits(sim: Sim, i: int, reserved: int) -> bool:
 
 @jit_in_place
 def _kv_fits(sim: Sim, i: int, reserved: int) -> bool:
-    """Whether a request's KV fits now and, by the forecast, until it ends.
-
-    Args:
-        reserved: KV tokens to keep free.
-    """
+    """Whether a request's KV fits now and, by the forecast, until it ends, next to
+    ``reserved`` tokens."""
     state = sim.state[0]
     if state.running == 0:
         return True
@@ -117,11 +116,7 @@ def _count_prompt(sim: Sim, tokens: int) -> None:
 
 @jit_in_place
 def compute(sim: Sim, side: int, tokens: int) -> tuple[int, float]:
-    """Compute up to ``tokens`` tokens of a side's partly computed prompt.
-
-    Returns:
-        Tokens computed, and seconds of attention over them.
-    """
+    """Compute up to ``tokens`` tokens of a side's partly computed prompt."""
     state = sim.state[0]
     s = sim.sides[side]
     i = s.partial
@@ -177,11 +172,7 @@ def _joins_whole(sim: Sim, i: int, tokens: int) -> bool:
 
 @jit_in_place
 def _join_whole(sim: Sim, i: int, side: int) -> tuple[int, float]:
-    """Admit a request and compute its prompt, next to the one that was cut.
-
-    Returns:
-        Tokens computed, and seconds of attention over them.
-    """
+    """Admit a request and compute its prompt, next to the one that was cut."""
     s, r = sim.sides[side], sim.requests[i]
     partial, partial_left = s.partial, s.partial_left
     admit(sim, i, side)
@@ -196,14 +187,8 @@ def _join_whole(sim: Sim, i: int, side: int) -> tuple[int, float]:
 
 @jit_in_place
 def _prefill(sim: Sim, side: int, tokens: int, reserved: int) -> tuple[int, float]:
-    """Compute up to ``tokens`` prompt tokens of a side, admitting as needed.
-
-    Args:
-        reserved: KV tokens to keep free for the other side.
-
-    Returns:
-        Tokens computed, and seconds of attention over them.
-    """
+    """Compute up to ``tokens`` prompt tokens of a side, admitting as needed, and keep ``reserved``
+    tokens of KV free for the other side."""
     s, state = sim.sides[side], sim.state[0]
     whole = int(state.whole_tokens)
     done = 0
@@ -265,13 +250,6 @@ def side_reads(sim: Sim, side: int) -> int:
     """KV tokens that a side's decodes read, shared ones once per request."""
     s = sim.sides[side]
     return int(s.read_base + s.decoding * sim.state[0].step)
-
-
-@jit_in_place
-def whole_multiple(sim: Sim, tokens: int) -> int:
-    """``tokens`` rounded down so that with the decodes they are a ``batch_multiple``."""
-    excess = (tokens + sim.state[0].decoding) % sim.engine.batch_multiple
-    return int(tokens - excess if excess < tokens else tokens)
 
 
 @jit_in_place
@@ -368,9 +346,6 @@ def _prefill_right(
         tokens: prompt tokens that the budgets allow.
         right: prompt tokens that the right side may have.
         limit: prompt tokens that the step can hold.
-
-    Returns:
-        Tokens computed, and seconds of attention over them.
     """
     done, attention = 0, 0.0
     # A left side without KV has precedence.
@@ -391,7 +366,7 @@ def _prefill_right(
         kept = sim.engine.kv_capacity
         may_join = sim.sides[RIGHT].partial != NONE
     if may_join:
-        more, over = _prefill(sim, RIGHT, whole_multiple(sim, right - done), kept)
+        more, over = _prefill(sim, RIGHT, right - done, kept)
         done += more
         attention += over
     return done, attention
@@ -425,11 +400,7 @@ def _nobody_can_join(sim: Sim) -> bool:
 
 @jit_inlined
 def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
-    """Admit from both sides by the dual scanner's budgets.
-
-    Returns:
-        Tokens computed, and seconds of attention over them.
-    """
+    """Admit from both sides by the dual scanner's budgets."""
     state = sim.state[0]
     if sim.engine.as_sglang and _nobody_can_join(sim):
         return 0, 0.0
@@ -456,7 +427,7 @@ def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
             done, attention = compute_begun(sim, min(limit, tokens))
     tokens = min(limit, tokens) - done
     if tokens > 0:
-        more, over = _prefill(sim, LEFT, whole_multiple(sim, tokens), 0)
+        more, over = _prefill(sim, LEFT, tokens, 0)
         done += more
         attention += over
     if whole:
@@ -473,4 +444,4 @@ def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
 def static_prefill(sim: Sim) -> tuple[int, float]:
     """Fill the step with the next prompts of the order."""
     limit = max(0, sim.engine.step_tokens - sim.state[0].decoding)
-    return _prefill(sim, LEFT, whole_multiple(sim, limit), 0)
+    return _prefill(sim, LEFT, limit, 0)

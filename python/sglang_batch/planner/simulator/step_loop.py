@@ -77,14 +77,8 @@ def _grow(sim: Sim, lengths: RowLengths) -> None:
 
 @jit_in_place
 def _sample(samples: Floats, stride: int, step: int, values: tuple[float, ...]) -> int:
-    """Add a step to its column. When all columns are full, join them in pairs.
-
-    Args:
-        values: one for each row of ``samples``.
-
-    Returns:
-        Steps per column.
-    """
+    """Add a step to its column. When all columns are full, join them in pairs. Returns
+    steps per column."""
     if step >= samples.shape[1] * stride:
         half = samples.shape[1] // 2
         for row in range(len(samples)):
@@ -101,11 +95,7 @@ def _sample(samples: Floats, stride: int, step: int, values: tuple[float, ...]) 
 
 @jit_inlined
 def _prompts(sim: Sim, lengths: RowLengths, target: float) -> tuple[int, float]:
-    """Admit requests and compute prompts.
-
-    Returns:
-        Tokens computed, and seconds of attention over them.
-    """
+    """Admit requests and compute prompts."""
     state = sim.state[0]
     state.cut = 0
     if sim.engine.as_sglang:
@@ -130,7 +120,6 @@ def _step_seconds(
 
     Args:
         tokens: of prompts and answers.
-        decoding: rows that decode in it.
         attention: seconds of attention over prompts, and of encoders.
         reads: tokens of KV that all answers read.
     """
@@ -162,21 +151,14 @@ def _step_seconds(
 
 @jit_in_place
 def _prompts_alone(sim: Sim, tokens: int) -> bool:
-    """Whether SGLang would compute a step's prompts alone, and continue one of them in the
-    next step, before rows decode again.
-
-    Args:
-        tokens: of the prompts.
-    """
+    """Whether SGLang would compute these tokens of prompts alone, and continue one of them
+    in the next step, before rows decode again."""
     return bool(sim.engine.as_sglang and prompt_begun(sim) and apart(sim, tokens))
 
 
 @jit_in_place
 def _split_seconds(sim: Sim, tokens: int, attention: float, reads: float) -> float:
-    """Seconds of a mixed step as two forwards at the same time, which both read the weights.
-
-    The arguments are those of :func:`_step_seconds`.
-    """
+    """Seconds of a mixed step as two forwards at the same time, which both read the weights."""
     state, table = sim.state[0], sim.engine.table
     compute, memory, _ = matrix_seconds(table, tokens - state.decoding, state.prompts)
     prompts = compute + memory + attention
@@ -189,21 +171,15 @@ def _split_seconds(sim: Sim, tokens: int, attention: float, reads: float) -> flo
 def _charge(
     sim: Sim, tokens: int, attention: float, alone: bool, ended: int
 ) -> tuple[float, float, float]:
-    """Add the time of a step to the totals.
+    """Add the time of a step to the totals. Returns its seconds, and its compute and memory time.
 
     Args:
-        tokens: of prompts.
-        attention: seconds of attention over them.
         alone: whether rows do not decode in it.
         ended: requests that ended in the step before.
-
-    Returns:
-        Seconds of the step, and its compute and memory time.
     """
     engine, state = sim.engine, sim.state[0]
-    multiple = engine.batch_multiple
     decoding = 0 if alone else state.decoding
-    charged = -(-(tokens + decoding) // multiple) * multiple
+    charged = tokens + decoding
     attention += state.media * engine.encoder_token_time_s
     reads = 0.0 if alone else kv_reads(sim)
     compute, memory, other = _step_seconds(sim, charged, decoding, attention, reads)
@@ -228,15 +204,11 @@ def _charge(
 
 @jit_in_place
 def run_steps(sim: Sim, lengths: RowLengths, samples: Floats) -> int:
-    """Simulate steps until the job has ended.
+    """Simulate steps until the job has ended. Returns the steps per column of ``samples``.
 
     Args:
-        samples: float64 ``[6, s]`` of zeros, ``s`` even, to which each step of the job
-            is added: seconds, compute time, memory time, rows that decode, their tokens
-            of KV, and those of the longest.
-
-    Returns:
-        Steps per column of ``samples``.
+        samples: float64 ``[6, s]`` of zeros, ``s`` even, to which each step is added: its seconds,
+            compute and memory time, rows that decode, their tokens of KV, and those of the longest.
     """
     engine = sim.engine
     state = sim.state[0]

@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ...config import OfflineBatchConfig
 from ...errors import ConfigError, EngineError, ExitStatus, SGLangBatchError
 from ...job.engine import GENERATE_URL, Engine
-from ...job.job import Job
+from ...job.job import Job, until_stopped
 from ...planner.costs.cost_model import tokens_read
 from ...planner.costs.step_law import StepLaw
 from ...request import (
@@ -70,6 +70,7 @@ ROUNDS_ON_CPU_S = 15.0
 MIXES_S = 30.0
 # Relative noise that other processes make, and not the device.
 LOUD = 0.1
+_FITTED = ("row_share", "least", "weights_s", "kv_read_s", "noise")
 _PACKAGES = ("sglang-batch", "sglang", "torch")
 
 
@@ -197,13 +198,9 @@ def _advice(fitted: RowShare) -> str:
 def _kept(found: Measurement, fitted: RowShare) -> KeptRowShare:
     return KeptRowShare(
         key=found.key,
-        row_share=fitted.row_share,
         finding=fitted.finding.value,
-        least=fitted.least,
         most=fitted.most if math.isfinite(fitted.most) else None,
-        weights_s=fitted.weights_s,
-        kv_read_s=fitted.kv_read_s,
-        noise=fitted.noise,
+        **{name: getattr(fitted, name) for name in _FITTED},
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         versions={name: version(name) for name in _PACKAGES},
         points=[MeasuredStep(*point) for point in found.points],
@@ -285,18 +282,7 @@ class _Calibration:
         """The measurement, or None if a signal came."""
         stop = asyncio.Event()
         with self._signals.setting(stop, lambda: None):
-            measuring = asyncio.create_task(self._measure(timer, key, sizes, mixed))
-            stopping = asyncio.create_task(stop.wait())
-            await asyncio.wait(
-                (measuring, stopping), return_when=asyncio.FIRST_COMPLETED
-            )
-            stopping.cancel()
-            if not stop.is_set():
-                return await measuring
-            measuring.cancel()
-            with suppress(asyncio.CancelledError):
-                await measuring
-            return None
+            return await until_stopped(self._measure(timer, key, sizes, mixed), stop)
 
     async def _measure(
         self,
@@ -412,11 +398,7 @@ async def _median_step(
 
 
 def _check_one_engine(known: argparse.Namespace) -> None:
-    """Refuse more than one engine, or one that does not decode.
-
-    Raises:
-        ConfigError: one of the options asks for it.
-    """
+    """Raise ConfigError for more than one engine, or one that does not decode."""
     if getattr(known, "dp_size", 1) > 1:
         raise ConfigError(
             f"--dp-size {known.dp_size}: replicas are alike, and one is measured; drop "

@@ -71,11 +71,9 @@ class RowShare:
     row_share: w for the planner. 0 where the longest row never decides a step, and the
         least possible value where it always does; 0 where nothing was found.
     finding: what ``row_share`` is.
-    least, most: the values of w that fit the points as well as the best one: from 0
-        where the sum of the lengths explains all points, up to infinity where the
-        longest row does.
-    weights_s: seconds of a step without KV.
-    kv_read_s: c, seconds per token of KV.
+    least, most: the values of w that fit the points as well as the best one, from 0 up to
+        infinity.
+    weights_s, kv_read_s: seconds of a step without KV, and per token of KV.
     noise: standard deviation of the relative residuals.
     """
 
@@ -140,9 +138,8 @@ def fit_row_share(points: Sequence[StepPoint]) -> RowShare:
     """Fit weights, c and w to measured steps by least squares of relative errors.
 
     For a given w the law is linear in the others, and both are 0 or more. Points far
-    from the law count less, so that a few disturbed measurements do not decide. Values
-    of w below every ratio of sum to longest are alike, and so are those above every
-    ratio: the points then give only a bound.
+    from the law count less. Values of w below every ratio of sum to longest are alike, and so are
+    those above every ratio: the points then give only a bound.
 
     Args:
         points: :data:`MIN_POINTS` or more. Their ratios of sum to longest must differ.

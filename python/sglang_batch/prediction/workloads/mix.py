@@ -8,7 +8,7 @@ changes which request has which length and token ids, but hardly the sums.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -52,29 +52,6 @@ class Workload:
         return len(self.output_len)
 
 
-def mix(
-    counts: Mapping[Source, int], seed: int, *, shuffle: bool = True, known: bool = True
-) -> Workload:
-    """``counts[source]`` requests of every source, shuffled unless ``shuffle=False``.
-
-    With ``known``, the output lengths of sources with ``fixed_output`` are in
-    ``requests.known_output_len``.
-
-    Raises:
-        ConfigError: a count is negative, or there are no requests at all.
-    """
-    for source, count in counts.items():
-        if count < 0:
-            raise ConfigError(f"{source.name}: {count} requests; use 0 or more.")
-    if not sum(counts.values()):
-        raise ConfigError("The workload has no requests; give a source a count.")
-    name = "+".join(f"{source.name}:{count}" for source, count in counts.items())
-    seeds = seeds_of(seed, name)
-    rng = np.random.default_rng(seeds)
-    samples = [draw_sample(source, count, rng) for source, count in counts.items()]
-    return assemble(samples, name, seeds, shuffle=shuffle, known=known)
-
-
 def shared_prefix_groups(
     num_requests: int,
     prefix_len: int,
@@ -82,9 +59,6 @@ def shared_prefix_groups(
     sharing_degree: int,
     output_len: int,
     seed: int,
-    *,
-    shuffle: bool = True,
-    known: bool = True,
 ) -> Workload:
     """BatchLLM's microbenchmark (section 6.1): fixed lengths, equal groups.
 
@@ -118,19 +92,16 @@ def shared_prefix_groups(
         np.full(num_requests, distinct_len, dtype=np.int64),
         np.full(num_requests, output_len, dtype=np.int32),
     )
-    return assemble([sample], name, seeds_of(seed, name), shuffle=shuffle, known=known)
+    return assemble([sample], name, seeds_of(seed, name))
 
 
-def industry(
-    num_requests: int = 8000, seed: int = 0, *, shuffle: bool = True
-) -> Workload:
+def industry(num_requests: int = 8000, seed: int = 0) -> Workload:
     """Like BatchLLM's industry workload (section 6.2.2): snippets of documents.
 
     All requests share a short instruction. The queries on a document share about 1,570
     tokens of instruction and document, and a query has about 30 tokens. A document has
-    1 + Poisson(1.45) queries. The group of a request thus has about 3 requests, itself
-    included, and a cache saves 58 % of the prompt tokens, both as published. The spread
-    of the lengths, the instruction's 20 tokens and the 100 output tokens are assumed.
+    1 + Poisson(1.45) queries, so that a cache saves 58 % of the prompt tokens, as published. The
+    spread of the lengths, the instruction's 20 tokens and the 100 output tokens are assumed.
 
     Raises:
         ConfigError: ``num_requests`` is not positive.
@@ -155,14 +126,12 @@ def industry(
         instruction_len=20,
     )
     name = f"industry:{num_requests}"
-    return assemble([sample], name, seeds, shuffle=shuffle, known=False)
+    return assemble([sample], name, seeds, known=False)
 
 
 def combine(workloads: Sequence[Workload], seed: int) -> Workload:
-    """All requests of several workloads, shuffled into one.
-
-    Sources of the same name become one. Prompts are not changed: two workloads share
-    prefixes if they did before.
+    """All requests of several workloads, shuffled into one. Sources of the same name become
+    one, and prompts are not changed.
 
     Raises:
         ConfigError: there are no workloads.
@@ -212,14 +181,17 @@ def assemble(
     name: str,
     seeds: np.random.SeedSequence,
     *,
-    shuffle: bool,
-    known: bool,
+    known: bool = True,
 ) -> Workload:
-    """The workload of several samples, with prompts of random token ids.
+    """The workload of several samples, shuffled, with prompts of random token ids.
 
     A prompt is instruction, prefix and own part, each generated from a key. All
     requests of a sample have the key of its instruction, and all requests of a group
     that of its prefix.
+
+    Args:
+        known: whether ``known_output_len`` has the lengths of sources with
+            ``fixed_output``.
     """
     num_requests = sum(len(sample) for sample in samples)
     lengths = np.empty((num_requests, 3), dtype=np.int64)
@@ -241,10 +213,9 @@ def assemble(
     source = np.repeat(
         np.arange(len(samples), dtype=np.int16), [len(sample) for sample in samples]
     )
-    if shuffle:
-        order = np.random.default_rng(seeds.spawn(1)[0]).permutation(num_requests)
-        lengths, keys = lengths[order], keys[order]
-        output_len, source = output_len[order], source[order]
+    order = np.random.default_rng(seeds.spawn(1)[0]).permutation(num_requests)
+    lengths, keys = lengths[order], keys[order]
+    output_len, source = output_len[order], source[order]
     caps = np.array([each.source.max_output_len for each in samples], dtype=np.int32)
     fixed = np.array([known and each.source.fixed_output for each in samples])
     known_output_len = np.where(fixed[source], output_len, np.int32(UNKNOWN))
@@ -267,9 +238,6 @@ def _scatter(tokens: Int32s, offsets: Int64s, out: Int32s, begin: Int64s) -> Non
 
 # BlendServe's recipe for jobs with a given compute density and prefix sharing ratio.
 
-TRACES = {1: (1.4, 0.35), 2: (0.9, 0.35), 3: (1.4, 0.05), 4: (0.9, 0.05)}
-"""(density, sharing) of BlendServe's four traces, Table 2."""
-
 GRID_DENSITIES = tuple(round(0.80 + 0.05 * i, 2) for i in range(13))
 """Densities of BlendServe's 65 simulated workloads, section 5.4."""
 
@@ -283,9 +251,6 @@ def blend_counts(
     num_requests: int,
     token_time_s: float,
     kv_read_time_s: float,
-    *,
-    compute_source: Source = BURSTGPT,
-    memory_source: Source = OPENVID,
 ) -> dict[Source, int]:
     """The number of requests of each source for a density and a sharing ratio.
 
@@ -300,7 +265,7 @@ def blend_counts(
         ConfigError: the sources cannot be mixed to these targets, or ``num_requests``
             is too small for one request of the memory-intensive source.
     """
-    sources = (compute_source, memory_source, MMLU)
+    sources = (BURSTGPT, OPENVID, MMLU)
     most = max(source.sharing for source in sources)
     if not (density > 0 and 0 <= sharing <= most):
         raise ConfigError(
@@ -324,16 +289,12 @@ def blend_counts(
     memory_count = round(shares[1] * num_requests)
     if memory_count < 1:
         raise ConfigError(
-            f"num_requests={num_requests} holds no {memory_source.name} request at"
+            f"num_requests={num_requests} holds no {OPENVID.name} request at"
             f" density={density:g}; use {round(0.5 / shares[1]) + 1} or more."
         )
     mmlu_count = round(shares[2] * num_requests)
     compute_count = num_requests - memory_count - mmlu_count
-    return {
-        compute_source: compute_count,
-        memory_source: memory_count,
-        MMLU: mmlu_count,
-    }
+    return {BURSTGPT: compute_count, OPENVID: memory_count, MMLU: mmlu_count}
 
 
 def blend(
@@ -343,40 +304,23 @@ def blend(
     seed: int,
     token_time_s: float,
     kv_read_time_s: float,
-    *,
-    compute_source: Source = BURSTGPT,
-    memory_source: Source = OPENVID,
-    shuffle: bool = True,
-    known: bool = True,
 ) -> Workload:
     """A job with a root compute density and a prefix sharing ratio (BlendServe A.1).
 
     Counts are those of :func:`blend_counts`. Then the lengths of MMLU's prefixes and of
-    the memory-intensive source's outputs are scaled, by a few percent from 40,000
-    requests on, to correct for the rounding of counts and lengths. The job meets both
-    targets within 1 %.
+    the memory-intensive source's outputs are scaled to correct for the rounding of counts and
+    lengths. The job meets both targets within 1 %.
 
     Args:
         density: compute time over memory time of the whole job, where compute time
-            counts a shared prefix once. Above 1 the job is compute-intensive.
+            counts a shared prefix once.
         sharing: share of all tokens, input and output, that a perfect cache saves.
-        token_time_s: compute time of one token, 2 * params / compute.
-        kv_read_time_s: memory time of reading one token of KV.
-        known: whether the true lengths of sources with ``fixed_output`` are known
-            beforehand.
+        token_time_s, kv_read_time_s: compute time of one token, and of reading one token of KV.
 
     Raises:
         ConfigError: as for :func:`blend_counts`, or ``num_requests`` is too small.
     """
-    counts = blend_counts(
-        density,
-        sharing,
-        num_requests,
-        token_time_s,
-        kv_read_time_s,
-        compute_source=compute_source,
-        memory_source=memory_source,
-    )
+    counts = blend_counts(density, sharing, num_requests, token_time_s, kv_read_time_s)
     name = f"density={density:g},sharing={sharing:g},requests={num_requests}"
     seeds = seeds_of(seed, name)
     rng = np.random.default_rng(seeds)
@@ -393,7 +337,7 @@ def blend(
             f"num_requests={num_requests} is too small for density={density:g} with"
             f" sharing={sharing:g}; use more."
         )
-    return assemble(samples, name, seeds, shuffle=shuffle, known=known)
+    return assemble(samples, name, seeds)
 
 
 def _feasible_densities(
@@ -401,8 +345,7 @@ def _feasible_densities(
 ) -> tuple[float, float]:
     """The lowest and highest density of mixes whose ``excess_shared`` adds up to 0.
 
-    Density is monotone along the line of such mixes, so its extremes are at the ends,
-    where one of the three sources has no requests.
+    Density is monotone along the line of such mixes, at whose ends one source has no requests.
     """
     densities = []
     for i, j in combinations(range(3), 2):

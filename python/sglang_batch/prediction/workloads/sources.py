@@ -67,12 +67,8 @@ class Sample:
 
 
 def draw_sample(source: Source, count: int, rng: np.random.Generator) -> Sample:
-    """``count`` requests with the source's lengths, input and output independent.
-
-    Prefixes have the length that gives a large sample the source's sharing ratio. The
-    first request of each group computes its prefix, so ``count`` requests in ``g``
-    groups share less by a factor of ``1 - g / count``.
-    """
+    """``count`` requests with the source's lengths, input and output independent. Prefixes have the
+    length that gives a large sample the source's sharing ratio."""
     num_groups = min(source.max_groups, -(-count // source.group_size))
     group_size = count / max(num_groups, 1)
     by_chance = float(_shared_by_chance(np.array([group_size]))[0])
@@ -100,11 +96,8 @@ def draw_sample(source: Source, count: int, rng: np.random.Generator) -> Sample:
 
 
 def _shared_by_chance(sizes: Floats) -> Floats:
-    """Expected tokens that prompts share because their first own tokens are equal.
-
-    With ids drawn from ``VOCAB_SIZE``, there are fewer possible first tokens than
-    300,000 requests after one system prompt. Longer matches are too rare to count.
-    """
+    """Expected tokens that prompts share because their first own tokens are equal. There are fewer
+    ids than requests after one system prompt; longer matches are too rare to count."""
     distinct: Floats = VOCAB_SIZE * -np.expm1(sizes * np.log1p(-1 / VOCAB_SIZE))
     return sizes - distinct
 
@@ -119,11 +112,9 @@ def offsets_of(lengths: Int32s | Int64s) -> Int64s:
 def random_tokens(
     lengths: Int32s | Int64s, keys: Int64s, seeds: np.random.SeedSequence
 ) -> Int32s:
-    """Consecutive runs of random token ids, int32 ``[sum(lengths)]``.
-
-    Run ``k`` has ``lengths[k]`` ids that depend only on ``keys[k]``, their position in
-    the run and the seed: of two runs with one key, the shorter is a prefix of the other.
-    """
+    """Consecutive runs of random token ids, int32 ``[sum(lengths)]``: run ``k`` has
+    ``lengths[k]`` ids that depend only on ``keys[k]``, their position in the run and the
+    seed."""
     offsets = offsets_of(lengths)
     tokens = np.empty(int(offsets[-1]), dtype=np.int32)
     seed = seeds.generate_state(1, np.uint64)[0]
@@ -174,11 +165,9 @@ class Source:
     input_mean: mean input length, shared prefix included.
     own_cv: coefficient of variation of the part of a prompt after its shared prefix.
     output_mean, output_square: E[d] and E[d^2] of the output length.
-    sharing: share of all its tokens, input and output, that a perfect prefix cache
-        saves. The length of the shared prefix follows from it.
+    sharing: share of all its tokens, input and output, that a perfect prefix cache saves.
     max_output_len: longest output, and ``max_new_tokens`` of the requests.
-    max_groups: distinct shared prefixes of a large sample, 1 for one system prompt.
-    group_size: requests per shared prefix. Small samples have fewer prefixes.
+    max_groups, group_size: most distinct shared prefixes, and requests for each.
     prefix_cv: coefficient of variation of the lengths of the shared prefixes.
     fixed_output: whether output lengths are known beforehand.
     """
@@ -207,11 +196,9 @@ class Source:
 
 
 BURSTGPT = Source("BurstGPT", 244, 1.2, 27, 10_656, sharing=0.02)
-AZURE = Source("Azure", 2508, 0.96, 23, 5_050, sharing=0.01)
 AZURE_CONV = Source("Azure-conv", 1154.7, 0.96, 211.1, 71_132, sharing=0.0)
 ARXIV = Source("arXiv", 2588, 0.37, 291.4, 366_875, sharing=0.0)
 SHAREGPT = Source("ShareGPT", 298.8, 4.24, 323.7, 190_631, sharing=0.02)
-WILDCHAT = Source("WildChat", 496, 1.5, 256, 202_322, sharing=0.19)
 OPENVID = Source(
     "OpenVid",
     121,
@@ -240,18 +227,13 @@ MMLU = Source(
 def lognormal_lengths(
     count: int, mean: float, square: float, low: int, high: int
 ) -> Int32s:
-    """``count`` ascending lengths with E[x] = ``mean`` and E[x^2] = ``square``.
+    """``count`` ascending lengths, int32, with E[x] = ``mean`` and E[x^2] = ``square``.
 
-    The lengths are the mid-quantiles of a lognormal, one per stratum of equal
-    probability, rounded and clipped to ``[low, high]``. Mid-quantiles and clipping cut
-    the tail, so the distribution's two parameters are refitted until the lengths
-    themselves have the requested moments. A few hundred lengths of a heavy tail thus
-    have the load of the distribution, unlike independent draws. A sample too small for
-    its spread (``square / mean**2`` near ``count``) only keeps the mean. Without spread
-    (``square <= mean**2``) all lengths are the mean, whatever the range.
-
-    Returns:
-        int32 ``[count]``.
+    The lengths are the mid-quantiles of a lognormal, one per stratum of equal probability, rounded
+    and clipped to ``[low, high]``. Its two parameters are refitted until the lengths themselves
+    have the requested moments, so that a few hundred lengths of a heavy tail have the load of the
+    distribution. A sample too small for its spread (``square / mean**2`` near ``count``) only
+    keeps the mean. Without spread all lengths are the mean, whatever the range.
     """
     target_ratio = square / mean**2
     if count == 0 or target_ratio <= 1.0:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -47,13 +47,13 @@ def read_trace(
 ) -> Workload:
     """The requests of a trace in the order of the file, with unknown output lengths.
 
-    Lengths of 0 become 1. ``max_new_tokens`` is the smallest power of two that no
-    output of the trace exceeds, at least 4,096. The workload and its only source have
-    the name of the file without suffix. Token ids depend on this name and ``seed``.
+    Lengths of 0 become 1. ``max_new_tokens`` is the smallest power of two that no output of the
+    trace exceeds, at least 4,096. The workload and its only source have the name of the file
+    without suffix, on which token ids depend, and on ``seed``.
 
     Args:
         limit: most requests to read, from the beginning of the file.
-        max_input_len: most tokens of a prompt. The end of longer prompts is cut off.
+        max_input_len: most tokens of a prompt, whose end is cut off.
             None: prompt and output together have at most ``CONTEXT_LEN`` tokens.
 
     Raises:
@@ -97,16 +97,20 @@ def _rows(lines: Iterable[str], path: Path) -> Iterator[Row]:
     numbered = ((n, line) for n, line in enumerate(lines, 1) if line.strip())
     number, first = next(numbered, (1, ""))
     if first.lstrip().startswith("{"):
-        yield _json_row(first, path, number)
-        for number, line in numbered:
-            yield _json_row(line, path, number)
+        for at, line in chain([(number, first)], numbered):
+            yield _json_row(line, f"{path}, line {at}")
         return
     header = [name.strip() for name in next(csv.reader([first]), [])]
     for columns in CSV_COLUMNS:
         if set(columns) <= set(header):
-            places = [header.index(name) for name in columns]
-            for number, line in numbered:
-                yield _csv_row(line, columns, places, path, number)
+            places = {name: header.index(name) for name in columns}
+            for at, line in numbered:
+                cells = dict(enumerate(next(csv.reader([line]))))
+                input_len, output_len = (
+                    _cell(cells.get(place, ""), name, f"{path}, line {at}")
+                    for name, place in places.items()
+                )
+                yield input_len, output_len, []
             return
     raise InputError(
         f"{path}, line {number}: not a known trace. It must be a csv file with columns"
@@ -115,49 +119,40 @@ def _rows(lines: Iterable[str], path: Path) -> Iterator[Row]:
     )
 
 
-def _csv_row(
-    line: str, columns: tuple[str, str], places: list[int], path: Path, number: int
-) -> Row:
-    cells = next(csv.reader([line]))
-    lengths = []
-    for name, place in zip(columns, places, strict=True):
-        cell = cells[place] if place < len(cells) else ""
-        try:
-            length = int(cell)
-        except ValueError:
-            length = -1
-        lengths.append(_length(length, cell, name, path, number))
-    return lengths[0], lengths[1], []
+def _cell(cell: str, name: str, where: str) -> int:
+    try:
+        return _length(int(cell), cell, name, where)
+    except ValueError:
+        return _length(None, cell, name, where)
 
 
-def _json_row(line: str, path: Path, number: int) -> Row:
+def _json_row(line: str, where: str) -> Row:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}, line {number}: not JSON: {error}.") from error
+        raise InputError(f"{where}: not JSON: {error}.") from error
     if not isinstance(row, dict):
-        raise InputError(f"{path}, line {number}: not a JSON object.")
-    lengths = [
-        _length(row.get(name), row.get(name), name, path, number)
+        raise InputError(f"{where}: not a JSON object.")
+    input_len, output_len = (
+        _length(row.get(name), row.get(name), name, where)
         for name in ("input_length", "output_length")
-    ]
+    )
     ids = row.get("hash_ids")
-    num_blocks = -(-lengths[0] // BLOCK_LEN)
+    num_blocks = -(-input_len // BLOCK_LEN)
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-        raise InputError(f"{path}, line {number}: hash_ids must be a list of integers.")
+        raise InputError(f"{where}: hash_ids must be a list of integers.")
     if len(ids) != num_blocks:
         raise InputError(
-            f"{path}, line {number}: {len(ids)} hash_ids for input_length={lengths[0]};"
+            f"{where}: {len(ids)} hash_ids for input_length={input_len};"
             f" {num_blocks} blocks of {BLOCK_LEN} tokens are needed."
         )
-    return lengths[0], lengths[1], ids
+    return input_len, output_len, ids
 
 
-def _length(value: object, shown: object, name: str, path: Path, number: int) -> int:
+def _length(value: object, shown: object, name: str, where: str) -> int:
     if type(value) is not int or not 0 <= value < 2**31:
         raise InputError(
-            f"{path}, line {number}: {name} is {shown!r}; it must be a number of"
-            " tokens, 0 or more."
+            f"{where}: {name} is {shown!r}; it must be a number of tokens, 0 or more."
         )
     return value
 

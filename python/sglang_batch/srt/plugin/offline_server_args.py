@@ -178,6 +178,12 @@ def from_cli_args(
 def make_server_args(**kwargs: Any) -> stock.ServerArgs:
     """The arguments of ``sglang.Engine(**kwargs)``."""
     if kwargs.get(FLAG, False):
+        known = OfflineServerArgs.__struct_fields__
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(
+                    f"Engine has no argument {name!r}.{did_you_mean(name, known)}"
+                )
         if isinstance(kwargs.get("offline_batch_config"), dict):
             kwargs["offline_batch_config"] = json.dumps(kwargs["offline_batch_config"])
         _activate(kwargs)
@@ -187,12 +193,6 @@ def make_server_args(**kwargs: Any) -> stock.ServerArgs:
             kwargs["offline_batch_config"] = json.dumps(
                 {"sleep_on_idle": False, **settings}
             )
-        known = OfflineServerArgs.__struct_fields__
-        for name in kwargs:
-            if name not in known:
-                raise TypeError(
-                    f"Engine has no argument {name!r}.{did_you_mean(name, known)}"
-                )
         return OfflineServerArgs(**kwargs)
     for name in (FLAG, *COMPANIONS):
         if kwargs.pop(name, None):

@@ -165,7 +165,8 @@ class Grammars:
         if isinstance(found, InvalidGrammarObject):
             reason = found.error_message
             raise ValueError(f"the {_named(kind, text)} is invalid: {reason}")
-        return found.ctx
+        compiled: xgrammar.CompiledGrammar = found.ctx
+        return compiled
 
 
 def _named(kind: str, text: str) -> str:

@@ -14,7 +14,7 @@ from random import Random
 import numpy as np
 from report import Figure
 
-from sglang_batch.planner.kv_lengths.batch_switch import density_first_search
+from sglang_batch.planner.kv_lengths.batch_state import density_first_search
 from sglang_batch.planner.kv_lengths.length_groups import (
     BUCKETS,
     first_group,

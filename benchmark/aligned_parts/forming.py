@@ -28,16 +28,14 @@ from sglang_batch.planner.kv_lengths.batch_state import (
     RunningRows,
     add,
     is_of_old_batch,
+    is_parked,
     join,
     leave,
     make_batches,
     num_waiting,
+    propose,
     remove,
     tick,
-)
-from sglang_batch.planner.kv_lengths.batch_switch import (
-    is_parked,
-    propose,
     wants_switch,
 )
 from sglang_batch.planner.kv_lengths.length_groups import BatchLaw

@@ -17,10 +17,9 @@ from pathlib import Path
 import numpy as np
 from report import Figure, print_table
 
-from sglang_batch.planner.kv_lengths.batch_state import GROUPS, TREE
-from sglang_batch.planner.kv_lengths.batch_switch import upcoming
+from sglang_batch.planner.kv_lengths.batch_state import GROUPS, TREE, upcoming
 from sglang_batch.planner.kv_lengths.length_groups import BatchLaw, step_s
-from sglang_batch.srt.scheduler.kv.prefetch import BYTES_PER_S, PrefetchRoom
+from sglang_batch.srt.scheduler.aligned.prefetch import BYTES_PER_S, PrefetchRoom
 
 from .engine_counts import counts_of
 from .traces import BANDWIDTH, COUNT, MEMORY, MODELS, PCIE, requests_of

@@ -24,10 +24,9 @@ from sglang_batch.scheduling.job_plan import JobPlan, StepCost, unplanned
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.job_work import JobWork
 from sglang_batch.scheduling.kv_accounting import KvAccounting
-from sglang_batch.scheduling.next_step import choose
+from sglang_batch.scheduling.next_step import EngineNow, choose
 from sglang_batch.scheduling.open_jobs import OpenJobs
 from sglang_batch.scheduling.scheduled_request import ScheduledRequest
-from sglang_batch.scheduling.step_filling import EngineNow
 
 POLICIES = ("dfs", "dual-scan", "lof", "fcfs", "prefix-groups", "auto")
 # Most time of a small job next to a large one, over its fair share.

@@ -1,4 +1,4 @@
-"""Random jobs through ``batch_switch``, beside a model of who waits and who runs.
+"""Random jobs through ``batch_state``, beside a model of who waits and who runs.
 
 An engine without a model: rows grow by a token in each step, end, are parked when KV is
 short or batches are switched, and are aborted. All that the state machine counts is
@@ -20,16 +20,14 @@ from sglang_batch.planner.kv_lengths.batch_state import (
     RunningRows,
     add,
     is_of_old_batch,
+    is_parked,
     join,
     leave,
     make_batches,
     num_waiting,
+    propose,
     remove,
     tick,
-)
-from sglang_batch.planner.kv_lengths.batch_switch import (
-    is_parked,
-    propose,
     wants_switch,
 )
 from sglang_batch.planner.kv_lengths.length_groups import BatchLaw

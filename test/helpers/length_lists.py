@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from sglang_batch.planner.kv_lengths.batch_switch import LengthRange
+from sglang_batch.planner.kv_lengths.batch_state import LengthRange
 from sglang_batch.planner.kv_lengths.length_groups import GROUP_SHARE, BatchLaw
 from sglang_batch.planner.kv_lengths.length_tree import (
     LengthTree,

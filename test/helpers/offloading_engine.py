@@ -133,7 +133,15 @@ class OffloadingScheduler(scheduler_module.Scheduler):  # type: ignore[misc]
         count = self.random.randint(1, max(1, len(self.offloaded)))
         expected = [self.offloading.tokens_to_resume(p) for p in self.offloaded[:1]]
         before = self.token_to_kv_pool_allocator.available_size()
-        batch = self.offloading.resume(self.offloaded[:count])
+        batch = None
+        for offloaded in self.offloaded[:count]:
+            back = self.offloading.resume(offloaded)
+            if back is None:
+                break
+            if batch is None:
+                batch = back
+            else:
+                batch.merge_batch(back)
         if batch is None:
             return running_batch
         taken = before - self.token_to_kv_pool_allocator.available_size()

@@ -8,10 +8,9 @@ from scheduling_jobs import arrive_all, job_of, plan_of, random_prompts
 
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.kv_accounting import KvAccounting
-from sglang_batch.scheduling.next_step import choose, put_back
+from sglang_batch.scheduling.next_step import Choice, EngineNow, choose, put_back
 from sglang_batch.scheduling.open_jobs import ScanPace
 from sglang_batch.scheduling.scheduled_request import ScheduledRequest
-from sglang_batch.scheduling.step_filling import Choice, EngineNow
 
 
 class ToyEngine:

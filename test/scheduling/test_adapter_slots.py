@@ -13,10 +13,9 @@ from sglang_batch.scheduling.adapter_slots import AdapterSlots
 from sglang_batch.scheduling.job_plan import unplanned
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.kv_accounting import KvAccounting
-from sglang_batch.scheduling.next_step import choose
+from sglang_batch.scheduling.next_step import EngineNow, choose
 from sglang_batch.scheduling.open_jobs import OpenJobs
 from sglang_batch.scheduling.scheduled_request import ScheduledRequest
-from sglang_batch.scheduling.step_filling import EngineNow
 
 SLOTS = 3
 STEPS = 4  # that each request runs

@@ -18,10 +18,9 @@ from sglang_batch.planner.requests import LEFT, RIGHT
 from sglang_batch.scheduling import prefix_uses
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.kv_accounting import KvAccounting
-from sglang_batch.scheduling.next_step import choose, put_back
+from sglang_batch.scheduling.next_step import Choice, EngineNow, choose, put_back
 from sglang_batch.scheduling.open_jobs import ScanPace
 from sglang_batch.scheduling.scheduled_request import ScheduledRequest
-from sglang_batch.scheduling.step_filling import Choice, EngineNow
 from sglang_batch.scheduling.step_record import Admission
 
 

@@ -149,7 +149,7 @@ def test_what_another_job_has_in_the_cache_goes_first(jobs: Jobs) -> None:
     leader = jobs.arrive(first, 0, FIRST[0])
     requests = [jobs.arrive(second, i, prompt) for i, prompt in enumerate(SECOND)]
     requests[2].position, requests[3].position = 8, 9
-    second.backlog.reorder(0, both_ends=False)
+    second.backlog.reorder(second.plan)
     assert second.backlog.first() is requests[0]
     [(_, at)] = first.elsewhere(leader.node)
     second.use_now(at)

@@ -11,7 +11,7 @@ from scheduling_jobs import MACHINE, arrive, plan_of
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import ConfigError
 from sglang_batch.job.job_planner import JobPlanner
-from sglang_batch.planner.kv_lengths.batch_state import GROUPS, TREE, RunningRows
+from sglang_batch.planner.kv_lengths.batch_state import GROUPS, TREE
 from sglang_batch.planner.machine_model import EngineLimits
 from sglang_batch.planner.ordering.order import LengthKeys, Order, OrderSettings
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
@@ -19,6 +19,8 @@ from sglang_batch.planner.requests import PlanRequests
 from sglang_batch.planner.simulator.simulator import simulate
 from sglang_batch.scheduling.job_plan import JobPlan
 from sglang_batch.scheduling.job_state import JobState
+from sglang_batch.scheduling.kv_accounting import KvAccounting
+from sglang_batch.scheduling.length_backlog import LengthBacklogs
 
 POLICIES = pytest.mark.parametrize("policy", ["length-tree", "length-aligned"])
 SHORT, LONG, STEPS = 10, 300, 8
@@ -39,8 +41,7 @@ def scheduled(config: OfflineBatchConfig) -> JobState:
     requests = requests_of(200)
     (planned,) = JobPlanner(requests, np.arange(len(requests)), MACHINE, config).plans()
     plan = JobPlan.from_bytes(planned.for_scheduler(MACHINE).to_bytes())
-    nobody = RunningRows(0, 0.0, 0)
-    return JobState("job", plan, 1, rows=lambda: nobody, capacity=2000)
+    return JobState("job", plan, 1, LengthBacklogs(KvAccounting(2000)))
 
 
 @POLICIES

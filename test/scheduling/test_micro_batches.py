@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_batch.scheduling.decode_clock import MicroBatches
+from sglang_batch.scheduling.kv_accounting import MicroBatches
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ from scheduling_jobs import arrive, arrive_all, plan_of
 
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.kv_accounting import KvAccounting
-from sglang_batch.scheduling.next_step import choose
+from sglang_batch.scheduling.next_step import EngineNow, choose
 from sglang_batch.scheduling.open_jobs import OpenJobs, WaitingView
-from sglang_batch.scheduling.step_filling import EngineNow
 
 PROMPTS = [(1, 2, 3), (1, 2, 4), (9,)]
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from scheduling_jobs import arrive_all, plan_of
 
-from sglang_batch.planner.kv_lengths.batch_state import GROUPS, TREE
-from sglang_batch.planner.kv_lengths.batch_switch import MAX_MIXED
+from sglang_batch.planner.kv_lengths.batch_state import GROUPS, MAX_MIXED, TREE
 from sglang_batch.planner.kv_lengths.length_groups import PARKS_FROM
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.kv_accounting import KvAccounting
+from sglang_batch.scheduling.length_backlog import LengthBacklog, LengthBacklogs
 from sglang_batch.scheduling.next_step import EngineNow, choose
 from sglang_batch.scheduling.open_jobs import ScanPace
 from sglang_batch.scheduling.scheduled_request import ScheduledRequest
@@ -48,15 +48,9 @@ class Run:
         )
         self.accounting = KvAccounting(CAPACITY)
         self.accounting.extend_forecast(4 * STEPS)
-        self.accounting.host_room = self.host_room
-        self.job = JobState(
-            "job",
-            plan,
-            1,
-            rows=self.accounting.running_rows,
-            capacity=CAPACITY,
-            host_room=lambda: self.accounting.host_room,
-        )
+        self.backlogs = LengthBacklogs(self.accounting)
+        self.backlogs.host_room = self.host_room
+        self.job = JobState("job", plan, 1, self.backlogs)
         arrive_all(self.job, STEPS)
 
     def run(self) -> Run:
@@ -66,6 +60,7 @@ class Run:
 
     def _step(self) -> None:
         accounting, job = self.accounting, self.job
+        assert isinstance(job.backlog, LengthBacklog)
         for request in job.backlog.to_park():
             self.parked.append(request.number)
             self._remove(request)
@@ -102,8 +97,8 @@ class Run:
 
 def mixed_share(run: Run) -> float:
     backlog = run.job.backlog
-    steps: int = backlog.mixed_steps  # type: ignore[attr-defined]
-    return steps / run.accounting.clock
+    assert isinstance(backlog, LengthBacklog)
+    return int(backlog._batches.state[0]["mixed_ticks"]) / run.accounting.clock
 
 
 def test_the_old_batch_is_parked_where_long_rows_hold_up_the_others() -> None:
@@ -134,8 +129,8 @@ def test_rows_are_parked_only_while_the_host_has_room_for_all() -> None:
     room = 0
     while run.job.backlog.count or run.accounting.num_running:
         room = (room + 701) % 4096
-        run.accounting.host_room = room
-        held, before = run.accounting.running_rows().total, len(run.parked)
+        run.backlogs.host_room = room
+        held, before = run.backlogs.rows().total, len(run.parked)
         run._step()
         assert len(run.parked) == before or held <= room
     assert run.parked

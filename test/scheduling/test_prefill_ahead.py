@@ -11,10 +11,10 @@ from scheduling_jobs import arrive_all, plan_of
 from sglang_batch.planner.kv_lengths.batch_state import GROUPS, TREE
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.kv_accounting import KvAccounting
-from sglang_batch.scheduling.next_step import choose, put_back
+from sglang_batch.scheduling.length_backlog import LengthBacklogs, fill_ahead
+from sglang_batch.scheduling.next_step import EngineNow, choose, put_back
 from sglang_batch.scheduling.open_jobs import ScanPace
 from sglang_batch.scheduling.scheduled_request import ScheduledRequest
-from sglang_batch.scheduling.step_filling import EngineNow
 
 CAPACITY, PROMPT, STEPS = 1000, 20, 100
 
@@ -29,9 +29,17 @@ def a_job(rule: int, num_requests: int = 40) -> tuple[JobState, KvAccounting]:
         plan = replace(plan, length_rule=rule, length_key=key, family=family)
     kv_accounting = KvAccounting(CAPACITY)
     kv_accounting.extend_forecast(4 * STEPS)
-    job = JobState("job", plan, 1, rows=kv_accounting.running_rows, capacity=CAPACITY)
+    job = JobState("job", plan, 1, LengthBacklogs(kv_accounting))
     arrive_all(job)
     return job, kv_accounting
+
+
+def tokens_ahead(kv_accounting: KvAccounting) -> int:
+    return sum(each.input_len for each in kv_accounting.requests if each.prompt_only)
+
+
+def rows_of(kv_accounting: KvAccounting) -> int:
+    return LengthBacklogs(kv_accounting).rows().rows
 
 
 def the_engine(kv_accounting: KvAccounting, ahead_tokens: int) -> EngineNow:
@@ -43,7 +51,7 @@ def the_engine(kv_accounting: KvAccounting, ahead_tokens: int) -> EngineNow:
         rows=100,
         room=CAPACITY - sum(kv_accounting.kv),
         page_size=1,
-        ahead_tokens=ahead_tokens,
+        fill_rest=lambda filling, limit: fill_ahead(filling, limit, ahead_tokens),
     )
 
 
@@ -60,15 +68,15 @@ def take(
 def test_prompts_are_computed_ahead_up_to_the_limit(rule: int) -> None:
     _, kv_accounting, alone = take(rule, 0)
     assert 0 < len(alone) < 12
-    assert not any(request.prefills_ahead for request in alone)
+    assert not any(request.prompt_only for request in alone)
     _, kv_accounting, taken = take(rule, 7 * PROMPT + 3)
-    assert [request.prefills_ahead for request in taken] == [
+    assert [request.prompt_only for request in taken] == [
         *(False for _ in alone),
         *(True for _ in range(7)),
     ]
-    assert kv_accounting.ahead_tokens == 7 * PROMPT
+    assert tokens_ahead(kv_accounting) == 7 * PROMPT
     # They are no part of the batch.
-    assert kv_accounting.running_rows().rows == len(alone)
+    assert rows_of(kv_accounting) == len(alone)
 
 
 def test_orders_that_are_followed_compute_none_ahead() -> None:
@@ -79,11 +87,11 @@ def test_they_stay_in_the_candidate_batch() -> None:
     job, _, taken = take(TREE, 7 * PROMPT)
     state = job.backlog._batches.state[0]  # type: ignore[attr-defined]
     before = int(state["num_next"])
-    ahead = [request for request in taken if request.prefills_ahead]
+    ahead = [request for request in taken if request.prompt_only]
     left = len(job.backlog._left_next)  # type: ignore[attr-defined]
     assert left > 0
     for request in ahead:
-        request.prefills_ahead, request.on_host = False, True
+        request.prompt_only, request.on_host = False, True
         job.backlog.add(request)
     assert state["num_next"] == before + left
 
@@ -91,7 +99,7 @@ def test_they_stay_in_the_candidate_batch() -> None:
 @pytest.mark.parametrize("rule", [TREE, GROUPS])
 def test_they_wait_on_the_host_and_join_from_there(rule: int) -> None:
     job, kv_accounting, taken = take(rule, 7 * PROMPT)
-    running = [request for request in taken if not request.prefills_ahead]
+    running = [request for request in taken if not request.prompt_only]
     ahead = taken[len(running) :]
     for request in running:
         kv_accounting.begin_decoding(request)
@@ -100,7 +108,7 @@ def test_they_wait_on_the_host_and_join_from_there(rule: int) -> None:
         job.leave(request, offloaded=True)
         request.on_host = True
         job.backlog.add(request)
-    assert kv_accounting.ahead_tokens == 0
+    assert tokens_ahead(kv_accounting) == 0
     assert {request.est_decode_steps for request in ahead} == {STEPS}
     # Others are computed ahead of those whose KV is there.
     beyond = job.backlog.next_ahead()
@@ -120,16 +128,16 @@ def test_they_wait_on_the_host_and_join_from_there(rule: int) -> None:
 def test_one_that_cannot_wait_goes_on() -> None:
     job, kv_accounting, taken = take(TREE, 2 * PROMPT)
     request = taken[-1]
-    assert request.prefills_ahead
-    rows = kv_accounting.running_rows().rows
+    assert request.prompt_only
+    rows = rows_of(kv_accounting)
     kv_accounting.decode_after_all(request)
     kv_accounting.begin_decoding(request)
     assert request.est_decode_steps == STEPS
-    assert kv_accounting.running_rows().rows == rows + 1
-    assert kv_accounting.ahead_tokens == PROMPT
+    assert rows_of(kv_accounting) == rows + 1
+    assert tokens_ahead(kv_accounting) == PROMPT
     put_back(job, kv_accounting, taken[-2])
-    assert kv_accounting.ahead_tokens == 0
-    assert not taken[-2].prefills_ahead
+    assert tokens_ahead(kv_accounting) == 0
+    assert not taken[-2].prompt_only
 
 
 @pytest.mark.parametrize("rule", [TREE, GROUPS])

@@ -8,8 +8,12 @@ from random import Random
 import pytest
 
 from sglang_batch.planner.admission_rules import kv_forecast
-from sglang_batch.scheduling.decode_clock import MOST_OFF, TokenClock, taken
-from sglang_batch.scheduling.kv_accounting import KvAccounting
+from sglang_batch.scheduling.kv_accounting import (
+    MOST_OFF,
+    KvAccounting,
+    TokenClock,
+    taken,
+)
 from sglang_batch.scheduling.scheduled_request import ScheduledRequest
 
 DRAFT_SLOTS = 12

@@ -11,9 +11,15 @@ import pytest
 import torch
 
 from sglang_batch.errors import EngineError
+from sglang_batch.srt.scheduler.aligned.prefetch import KvPrefetch, PrefetchRoom
 from sglang_batch.srt.scheduler.kv import host_pool
-from sglang_batch.srt.scheduler.kv.host_pool import HostPool, HostRoom, Run, kv_rows
-from sglang_batch.srt.scheduler.kv.prefetch import HostKv, KvPrefetch, PrefetchRoom
+from sglang_batch.srt.scheduler.kv.host_pool import (
+    HostKv,
+    HostPool,
+    HostRoom,
+    Run,
+    kv_rows,
+)
 
 PAGE, SLOTS = 4, 64
 

@@ -6,7 +6,7 @@ row one cell longer. Rows may be preempted, and the batch may change its size fr
 step, as in Baton, section 4.3.
 
 Rows join in their order, or by their length, so that little of the batch is padding: by the
-rules of ``planner.kv_lengths.batch_switch``, which is told of each request that comes or goes.
+rules of ``planner.kv_lengths.batch_state``, which is told of each request that comes or goes.
 Where both wait with one priority, the kind with fewer rows in the batch is next.
 """
 
@@ -17,23 +17,17 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ..planner.kv_lengths import batch_state, batch_switch
+from ..planner.kv_lengths import batch_state
 from ..planner.kv_lengths.batch_state import (
     CHECK_TICKS,
     TREE,
-    LengthBatches,
     RunningRows,
+    doubled,
     make_batches,
 )
 from ..planner.kv_lengths.length_groups import BatchLaw
 from ..planner.kv_lengths.length_tree import NONE
-
-_Number = TypeVar("_Number", bound=np.generic)
 
 # Steps after which a waiting request joins before all others, by default. It is longer
 # than most jobs take with a few thousand requests in the engine: those that have waited
@@ -230,18 +224,18 @@ class _Level:
 
     def propose(self, law: BatchLaw, batch: Iterable[Row]) -> Row | None:
         """The row that is to join next, or None."""
-        slot = batch_switch.propose(self.batches, law, self._now(batch))
+        slot = batch_state.propose(self.batches, law, self._now(batch))
         return None if slot == NONE else self.waiting[self._numbers[slot]]
 
     def parked(self, law: BatchLaw, batch: Iterable[Row]) -> list[Row]:
         """The rows that leave because the batch is switched."""
         own = [row for row in batch if row.number in self.running]
-        if not batch_switch.wants_switch(self.batches, law, self._now(own)):
+        if not batch_state.wants_switch(self.batches, law, self._now(own)):
             return []
         return [
             row
             for row in own
-            if batch_switch.is_parked(self.batches, self._slot[row.number])
+            if batch_state.is_parked(self.batches, self._slot[row.number])
         ]
 
     def old(self, batch: Iterable[Row]) -> list[Row]:
@@ -277,31 +271,8 @@ class _Level:
             return slot
         self._numbers.append(number)
         if len(self._numbers) > len(self.batches.family):
-            self.batches = _doubled(self.batches)
+            self.batches = doubled(self.batches)
         return len(self._numbers) - 1
-
-
-def _doubled(batches: LengthBatches) -> LengthBatches:
-    """The same batches with room for twice as many requests."""
-
-    def longer(values: NDArray[_Number], fill: int) -> NDArray[_Number]:
-        return np.concatenate([values, np.full_like(values, fill)])
-
-    tree = batches.tree
-    return batches._replace(
-        tree=tree._replace(
-            before=longer(tree.before, NONE),
-            after=longer(tree.after, NONE),
-            length=longer(tree.length, 0),
-            tokens=longer(tree.tokens, 0),
-            since=longer(tree.since, 0),
-        ),
-        key=longer(batches.key, 0),
-        family=longer(batches.family, NONE),
-        batch_of=longer(batches.batch_of, 0),
-        is_next=longer(batches.is_next, 0),
-        ring=longer(batches.ring, 0),
-    )
 
 
 @dataclass(slots=True)

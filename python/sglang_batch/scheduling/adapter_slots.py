@@ -1,12 +1,12 @@
 """Which LoRA adapters are in the engine's memory, of more than fit there.
 
 A request joins only if its adapter has a slot. An adapter gets a free one when its first
-request would join, and keeps it until no request of it is left in the engine, so it is loaded
-once. Meanwhile requests of adapters without a slot wait aside, and others overtake them.
+request would join, and keeps it until no request of it is left, so it is loaded once.
+Meanwhile requests of adapters without a slot wait aside, and others overtake them.
 
-Some do not wait that long: online requests, requests of a job of higher priority, and those of a
-job none of whose adapters has a slot, next to one with several. For them one adapter is
-*drained*: its running requests end, and no others of it join before another adapter had
+Some do not wait that long: online requests, requests of a job of higher priority, and those
+of a job none of whose adapters has a slot, next to one with several. For them one adapter
+is *drained*: its running requests end, and no others of it join before another adapter had
 the slot.
 """
 
@@ -80,7 +80,8 @@ class AdapterSlots:
         """Give slots that have become free to adapters that requests wait for."""
         self._looked = False
         online, self._online = self._online, []
-        waiting = self._waiting()
+        waiting = [job for job in self._jobs.in_order() if job.num_without_adapter]
+        waiting.sort(key=lambda job: (-job.priority, self._holds(job) > 0))
         if not waiting and not online:
             self._drained.clear()
             return
@@ -101,11 +102,6 @@ class AdapterSlots:
                 for each in waiting:
                     each.release_adapter(adapter)
 
-    def _waiting(self) -> list[JobState]:
-        """The jobs that wait for adapters, by priority, and first those without any."""
-        waiting = [job for job in self._jobs.in_order() if job.num_without_adapter]
-        return sorted(waiting, key=lambda job: (-job.priority, self._holds(job) > 0))
-
     def _hold(self, adapter: Adapter) -> None:
         if adapter not in self._held:
             self._held[adapter] = None
@@ -115,7 +111,6 @@ class AdapterSlots:
         return self._fit({*self._held, adapter})
 
     def _look(self) -> None:
-        """Find slots that have become free."""
         if self._looked:
             return
         self._looked = True
@@ -135,7 +130,6 @@ class AdapterSlots:
     # Draining -------------------------------------------------------------------------
 
     def _drain(self, adapters: list[Adapter]) -> None:
-        """Drain one of these adapters, the one with the fewest requests in use."""
         if self._drained or not adapters:
             return
         count = dict.fromkeys(adapters, 0)
@@ -167,5 +161,4 @@ class AdapterSlots:
         ]
 
     def _holds(self, job: JobState) -> int:
-        """The number of a job's adapters that have slots."""
         return sum(adapter in job.adapters for adapter in self._held)

@@ -1,16 +1,16 @@
 """Requests of a job that have arrived and wait.
 
-They are taken from either end of the order. Requests that do not mix come after all
-others, so that the steps of the others mix. Those whose prefix another job has in the
-cache come first on their side. Adding and removing a request takes
-logarithmic time, so a hundred thousand of them cost a scheduling pass nothing.
+They are taken from either end of the order. Requests that do not mix come after all others,
+so that the steps of the others mix. Adding and removing one takes logarithmic time, so a
+hundred thousand of them cost a scheduling pass nothing.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from .job_plan import JobPlan
 from .scheduled_request import ScheduledRequest
 
 # Rank, position, arrival, entry and the request.
@@ -19,22 +19,20 @@ _Entry = tuple[int, int, int, int, ScheduledRequest]
 
 class Backlog:
     """Waiting requests: those that mix first, by position, and by arrival where positions
-    are equal.
-
-    A request that joined and was put back keeps its first arrival.
+    are equal. A request that joined and was put back keeps its first arrival.
 
     Args:
         num_left: positions below it are the left side. The right scanner takes neither
             these nor unplanned requests.
 
     Attributes:
-        by_length: whether requests join by their length. Those whose KV is on the host
-            then wait among the others.
+        rule: of ``JobPlan.length_rule``. With one, requests whose KV is on the host wait
+            among the others.
         count: number of waiting requests, read in every step.
         tokens: prompt tokens of them all.
     """
 
-    by_length = False
+    rule = 0
 
     def __init__(self, num_left: int, *, both_ends: bool) -> None:
         self._num_left = num_left
@@ -46,6 +44,11 @@ class Backlog:
         self._entries = 0
         self.count = 0
         self.tokens = 0
+
+    @classmethod
+    def of(cls, plan: JobPlan) -> Backlog:
+        """An empty backlog in the order of a plan."""
+        return cls(plan.num_left, both_ends=plan.density is not None)
 
     def __len__(self) -> int:
         return self.count
@@ -99,36 +102,18 @@ class Backlog:
         """A waiting request joins the running ones."""
         self.remove(request)
 
-    def join_ahead(self, request: ScheduledRequest) -> None:
-        """The prompt of a waiting request is computed. It waits again afterwards."""
-        self.remove(request)
-
-    def next_ahead(self) -> ScheduledRequest | None:
-        """The request whose prompt is computed next if none may join."""
-        return None
-
-    def next_on_host(self) -> list[ScheduledRequest]:
-        """Of those that join next, the ones whose KV is on the host."""
-        return []
-
     def runs(self, request: ScheduledRequest) -> None:
         """A request of the job begins to run, or continues."""
 
     def left(self, request: ScheduledRequest) -> None:
         """A running request has ended, or gave its KV up."""
 
-    def to_park(self) -> list[ScheduledRequest]:
-        """Running requests that are to wait on the host from now on: batches of similar
-        length are switched. Asked once in a step, before others join."""
-        return []
-
     def tick(self) -> None:
         """The running requests took a decode step."""
 
-    def reorder(self, num_left: int, *, both_ends: bool) -> None:
-        """Sort again, after the requests' positions have changed."""
-        self._num_left = num_left
-        self._both_ends = both_ends
+    def reorder(self, plan: JobPlan) -> None:
+        """Sort again by a new plan, after the requests' positions have changed."""
+        self._num_left, self._both_ends = plan.num_left, plan.density is not None
         self._first.clear()
         self._last.clear()
         for request in self._requests.values():
@@ -151,3 +136,7 @@ class Backlog:
                 return request
             heapq.heappop(heap)  # it was taken from the other end, or left
         return None
+
+
+BacklogMaker = Callable[[JobPlan], Backlog]
+"""Makes an empty backlog for a plan: :meth:`Backlog.of`, or one with rules of its own."""

@@ -1,9 +1,9 @@
 """The part of a job's plan that the scheduler needs, as arrays that can be sent.
 
-It is made next to the planner and sent to every scheduler process when a job opens, and
-again when estimates or the order change, or when the plan grows. The number at the end of
-a request's id is its number in the job. It never changes, while a request's leaf may be
-another one in each plan that covers other requests.
+It is sent to every scheduler process when a job opens, and again when estimates or the
+order change, or when the plan grows. The number at the end of a request's id is its number
+in the job. It never changes, while a request's leaf may be another one in each plan that
+covers other requests.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from ..planner.costs.cost_model import CostModel, MixingCost
 from ..planner.costs.tree_work import planned_work, read_len
 from ..planner.machine_model import Machine
-from ..planner.output_lengths.estimates import OutputEstimates
 from ..planner.plan import Plan
-from ..planner.requests import Floats, Int32s, Int64s
+from ..planner.requests import Int32s, Int64s
 
 Float32s = NDArray[np.float32]
 
@@ -175,7 +174,6 @@ class JobPlan:
         return _to_bytes(changes)
 
     def changed(self, changes: bytes) -> JobPlan:
-        """The plan with the changes that :meth:`changes_from` found."""
         values = pickle.loads(zlib.decompress(changes))
         for name, value in values.items():
             if isinstance(value, _Some):
@@ -214,7 +212,9 @@ def job_plan(plan: Plan, numbers: Int64s, machine: Machine) -> JobPlan:
         key, family = lengths.key[tree.order], lengths.family[tree.order]
         if lengths.max_wait_steps is not None:
             max_wait_steps = min(lengths.max_wait_steps, _MOST_STEPS)
-    steps, est_decode_steps_sq = _decode_steps(estimates)
+    length, length_sq = estimates.est_output_len, estimates.est_output_len_sq
+    steps = np.maximum(length - 1.0, 0.0)
+    est_decode_steps_sq = np.maximum(length_sq - 2.0 * length + 1.0, steps**2)
     compute_s, kv_read_s = planned_work(tree, cost, steps, est_decode_steps_sq)
     return JobPlan(
         policy=plan.policy,
@@ -268,13 +268,6 @@ def unplanned(machine: Machine) -> JobPlan:
     )
 
 
-def _decode_steps(estimates: OutputEstimates) -> tuple[Floats, Floats]:
-    """Expectation of the decode steps and of their square, by request."""
-    length, length_sq = estimates.est_output_len, estimates.est_output_len_sq
-    steps = np.maximum(length - 1.0, 0.0)
-    return steps, np.maximum(length_sq - 2.0 * length + 1.0, steps**2)
-
-
 def _min_step_tokens(machine: Machine) -> int:
     return min(machine.limits.min_step_tokens, machine.limits.step_tokens)
 
@@ -283,13 +276,10 @@ class LeafNumbers:
     """The leaf of each request of one plan.
 
     The numbers of an open-ended job grow without end, while its plan has only the latest,
-    so the table begins at the lowest number of the plan.
+    so the table begins at the ``lowest`` number of the plan, 0 if there is none.
 
     Args:
         number: int32 ``[n]`` by leaf, the numbers of the requests in the job.
-
-    Attributes:
-        lowest: the lowest number, 0 if there is none.
     """
 
     def __init__(self, number: Int32s) -> None:

@@ -8,12 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..planner.kv_lengths.batch_state import RunningRows
-from ..planner.kv_lengths.length_groups import BatchLaw, parking_pays
-from .backlog import Backlog
+from .backlog import Backlog, BacklogMaker
 from .job_plan import JobPlan, LeafNumbers
 from .job_work import JobWork, LengthBias, WorkLeft, subtrees
-from .length_backlog import LengthBacklog, LengthPlace
 from .prefix_uses import PrefixUses
 from .scheduled_request import ScheduledRequest
 
@@ -32,14 +29,6 @@ def _nowhere(node: int) -> Sequence[tuple[JobState, int]]:
     return ()
 
 
-def _no_rows() -> RunningRows:
-    return RunningRows(0, 0.0, 0)
-
-
-def _no_room() -> int:
-    return 0
-
-
 class Extension(NamedTuple):
     """The consequences of a plan that covers other requests.
 
@@ -54,11 +43,8 @@ class Extension(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """Requests of a job that joined a step and are still to be reported.
-
-    report_to: SGLang's address of the process that wants to know, None if there is one.
-    numbers: their numbers in the job.
-    """
+    """The numbers of a job's requests that joined a step and are still to be reported, and
+    SGLang's address of the process that wants to know, if it is not the only one."""
 
     report_to: str | None
     numbers: list[int]
@@ -80,7 +66,7 @@ class JobState:
         priority: among open jobs, requests of the job with the highest join first.
         joined: None if nobody wants to know.
         elsewhere: by node, those of other open jobs that begin with the same tokens, see
-            ``common_prefixes``.
+            ``open_jobs.CommonPrefixes``.
     """
 
     def __init__(
@@ -88,27 +74,18 @@ class JobState:
         job_id: str,
         plan: JobPlan,
         page_size: int,
-        *,
-        rows: Callable[[], RunningRows] = _no_rows,
-        capacity: int = 1 << 62,
-        host_room: Callable[[], int] = _no_room,
+        make_backlog: BacklogMaker = Backlog.of,
     ) -> None:
-        """
-        Args:
-            rows: the running requests of all jobs.
-            capacity: KV of the engine, in tokens.
-            host_room: KV that rows can move to the host, in tokens.
-        """
         self.job_id = job_id
         self.plan = plan
         self._page_size = page_size
-        self._rows, self._capacity, self._host_room = rows, capacity, host_room
         self._leaves = LeafNumbers(plan.number)
         # By number, from the lowest of the plan on: whether a request ended unplanned.
         self._ended = bytearray()
         self.uses = PrefixUses(plan, page_size)
         self.left_prefix: dict[ScheduledRequest, None] = {}
-        self.backlog = self._make_backlog(plan)
+        self._make_backlog = make_backlog
+        self.backlog = make_backlog(plan)
         self._followers: dict[int, list[ScheduledRequest]] = {}
         self.num_followers = 0
         self.adapters: Counter[str | None] = Counter()
@@ -143,7 +120,6 @@ class JobState:
         return self.plan.density is not None
 
     def waiting(self) -> Iterator[ScheduledRequest]:
-        """All waiting requests, including followers."""
         yield from self.backlog
         yield from self._outside_backlog()
 
@@ -173,10 +149,9 @@ class JobState:
 
         Args:
             number: its number in the job, -1 if unknown.
-            part: the index of this sequence among those of a request with several. A
-                plan has one of them, and the others get its position.
+            part: its index among the sequences of a request with several. A plan has one of
+                them, and the others get its position.
             rows: of the running batch that it takes, more than one for a beam search.
-            adapter: see ``ScheduledRequest``.
         """
         request = ScheduledRequest(
             req,
@@ -206,11 +181,8 @@ class JobState:
         return request
 
     def _place(self, request: ScheduledRequest) -> int:
-        """Set a request's place in the plan.
-
-        Returns:
-            The leaf that the plan has for a request whose prompt is another one, else -1.
-        """
+        """Set a request's place in the plan. Returns the leaf that the plan has for a
+        request whose prompt is another one, else -1."""
         plan = self.plan
         leaf, skipped = self._leaves.of(request.number), -1
         request.position = int(plan.position[leaf]) if leaf >= 0 else UNPLANNED_POSITION
@@ -235,7 +207,6 @@ class JobState:
         return skipped
 
     def forget(self, request: ScheduledRequest) -> None:
-        """Remove a request that ended or was aborted."""
         known = self._requests.pop(request.req.rid, None)
         self._by_leaf.pop(request.leaf, None)
         if known is None:
@@ -258,7 +229,6 @@ class JobState:
         return float(density[request.position])
 
     def requests(self) -> Iterator[ScheduledRequest]:
-        """All requests that have arrived and not ended."""
         yield from self._requests.values()
 
     # Leaders and followers ------------------------------------------------------------
@@ -296,9 +266,7 @@ class JobState:
             self.release_followers([node])
 
     def use_now(self, node: int) -> None:
-        """Another job has a prefix in the cache: the requests that need it here go
-        first. The order of groups matters little, and what leaves the cache is computed
-        again."""
+        """Another job has a prefix in the cache: the requests that need it here go first."""
         leaves = self.uses.leaves(node)
         for leaf in leaves if len(leaves) <= _MOST_AHEAD else ():
             request = self._by_leaf.get(leaf)
@@ -319,7 +287,6 @@ class JobState:
                 self.backlog.add_again(request)
 
     def take(self, request: ScheduledRequest) -> None:
-        """Remove a waiting request, from wherever it waits."""
         if request.waiting:
             self.backlog.remove(request)
             return
@@ -336,13 +303,11 @@ class JobState:
     # Adapters -------------------------------------------------------------------------
 
     def await_adapter(self, request: ScheduledRequest) -> None:
-        """Let a waiting request wait until its adapter may be loaded."""
         self.backlog.remove(request)
         self._without_adapter.setdefault(request.adapter, []).append(request)
         self.num_without_adapter += 1
 
     def awaited_adapters(self) -> list[str | None]:
-        """The adapters that requests wait for, first that of the earliest in the order."""
         first = {
             adapter: min((each.position, each.arrival) for each in requests)
             for adapter, requests in self._without_adapter.items()
@@ -351,7 +316,6 @@ class JobState:
         return sorted(first, key=first.__getitem__)
 
     def release_adapter(self, adapter: str | None) -> None:
-        """Return the requests that wait for an adapter to the backlog."""
         for request in self._without_adapter.pop(adapter, []):
             self.num_without_adapter -= 1
             self.backlog.add(request)
@@ -359,10 +323,8 @@ class JobState:
     # A new plan -----------------------------------------------------------------------
 
     def replan(self, plan: JobPlan) -> None:
-        """Take another order and other estimates for the same requests and tree.
-
-        Running requests keep the estimates they were admitted with.
-        """
+        """Take another order and other estimates for the same requests and tree. Running
+        requests keep the estimates they were admitted with."""
         self.plan = plan
         self.uses.reorder(plan)
         self.work.replan(plan)
@@ -377,39 +339,11 @@ class JobState:
                 )
         self._reorder(plan)
 
-    def _make_backlog(self, plan: JobPlan) -> Backlog:
-        if not plan.length_rule:
-            return Backlog(plan.num_left, both_ends=plan.density is not None)
-        cost = plan.cost
-        law = BatchLaw(
-            cost.weight_read_time_s,
-            cost.kv_read_time_s,
-            cost.row_share,
-            cost.padded,
-            float(self._capacity),
-            1 << 30,
-            parks=parking_pays(cost.row_share, padded=cost.padded),
-        )
-        return LengthBacklog(
-            plan.length_rule,
-            self._length_place,
-            self._rows,
-            law,
-            plan.max_wait_steps,
-            self._host_room,
-        )
-
-    def _length_place(self, request: ScheduledRequest) -> LengthPlace:
-        plan, leaf = self.plan, request.leaf
-        if leaf < 0 or plan.length_key is None or plan.family is None:
-            return LengthPlace(request.input_len, -1)
-        return LengthPlace(int(plan.length_key[leaf]), int(plan.family[leaf]))
-
     def _reorder(self, plan: JobPlan) -> None:
         """Sort the waiting requests by a new plan, perhaps by another rule."""
         old = self.backlog
-        if getattr(old, "rule", 0) == plan.length_rule:
-            old.reorder(plan.num_left, both_ends=plan.density is not None)
+        if old.rule == plan.length_rule:
+            old.reorder(plan)
             return
         self.backlog = self._make_backlog(plan)
         for request in old:
@@ -424,10 +358,9 @@ class JobState:
     ) -> Extension:
         """Take a plan that covers other requests of the job, usually more of them.
 
-        Every request keeps its state: requests that wait get their places in the new
-        plan, also those that arrived before a plan had them, and running ones count for
-        their prefixes in the new tree. A plan may leave out requests that have ended.
-        One that is left out and has not ended is unplanned from now on. The time is
+        Requests that wait get their places in the new plan, also those that arrived before
+        a plan had them, and running ones count for their prefixes in the new tree. A
+        request that is left out and has not ended is unplanned from now on. The time is
         linear in the requests of both plans.
 
         Args:
@@ -437,7 +370,8 @@ class JobState:
         followers = [*self.followers()]
         leaves = LeafNumbers(plan.number)
         moved = leaves.of_all(old.number)
-        over = leaves.of_all(self._numbers_ended()).astype(np.int32)
+        ended = np.flatnonzero(np.frombuffer(bytes(self._ended), np.uint8))
+        over = leaves.of_all(ended + self._leaves.lowest)
         over = over[over >= 0]
         first, self._leaves = self._leaves.lowest, leaves
         if leaves.lowest > first:
@@ -478,11 +412,5 @@ class JobState:
                 self.backlog.add(request)
         return Extension(released, running, resized)
 
-    def _numbers_ended(self) -> Any:
-        """Numbers of the requests that ended unplanned, int64."""
-        ended = np.frombuffer(bytes(self._ended), np.uint8)
-        return np.flatnonzero(ended) + self._leaves.lowest
-
     def _est_decode_steps(self, leaf: int, max_decode_steps: int) -> int:
-        """The plan's estimate of a request, rounded."""
         return min(int(float(self.plan.est_decode_steps[leaf]) + 0.5), max_decode_steps)

@@ -1,24 +1,12 @@
 """The work of one job: done and left, and how far its estimates are off.
 
-:class:`JobWork` counts it in seconds by the cost model, for fair shares of the engine.
-``done_s`` grows step by step, as prompt tokens are computed and KV is read. ``charged_s``
-also has the work that the running requests are expected to need: a request is charged when
-it joins, and the charge is corrected when its estimate changes and when it leaves. The job
-with the least of it is next, so that a job with long answers does not get a place for each
-place of a job with short ones. A request is charged the decode steps that the job's last
-answers make likely, since estimates may be far off; in a job without answers, the steps
-that other jobs' answers usually take.
-
-:class:`WorkLeft` is the work that the plan estimates, less the work done. The plan's sums
-are corrected request by request as output lengths become known. The difference becomes
-small towards the end of a job, and estimates of requests that have ended would mislead the
-dual scanner there.
-
-:class:`LengthBias` keeps, of each job and of each of its larger subtrees, the tokens that
-were observed and those that were estimated, of the last answers: each further answer makes
-the older ones count a little less. A running request that outlives its estimate is counted
-at once, with the length it is then estimated at, and corrected when it ends. Otherwise the
-long answers would be missing while the short ones come in.
+:class:`JobWork` counts it in seconds by the cost model, for fair shares of the engine. A
+request is charged the steps that the job's last answers make likely, since estimates may be
+far off. :class:`WorkLeft` is the work that the plan estimates, less the work done,
+corrected as output lengths become known: estimates of requests that have ended would
+mislead the dual scanner towards the end of a job. :class:`LengthBias` compares the tokens
+that were observed and estimated. A running request that outlives its estimate is counted at
+once, or the long answers would be missing while the short ones come in.
 
 Every sum changes by event, so that no step iterates over the running requests.
 """
@@ -42,13 +30,16 @@ _USUAL = 4.0
 class JobWork:
     """Work that was done for a job's requests, and that they are expected to need.
 
+    The job with the least of it is next, so that a job with long answers does not get a
+    place for each place of a job with short ones.
+
     Attributes:
         bias: how far its estimates have been off.
         done_s: compute and KV read time of the steps so far.
         charged_s: the same of requests that left, and all of the running ones.
         decoding: running requests of the job that decode.
-        read_base: tokens of KV that they read in a step, less the decode clock for each.
-            It is the same in every step.
+        read_base: tokens of KV that they read in a step, less the decode clock for each. It
+            is the same in every step.
     """
 
     def __init__(self, cost: StepCost) -> None:
@@ -76,8 +67,8 @@ class JobWork:
         """Work of a waiting request.
 
         Args:
-            kept: tokens of its prompt in the cache. A request that is resumed has all
-                its tokens: -1.
+            kept: tokens of its prompt in the cache. A resumed request has all its tokens:
+                -1.
             usual_steps: mean decode steps of the last answers of all jobs, if any.
         """
         seconds = self._decode_s(
@@ -116,10 +107,7 @@ class JobWork:
         self, request: ScheduledRequest, tokens: int, before: int, media: int
     ) -> None:
         """``tokens`` of a prompt are computed in this step, after ``before`` others.
-
-        Args:
-            media: how many of them are placeholders of images or sounds.
-        """
+        ``media`` of them are placeholders of images or sounds."""
         seconds = self._prompt_s(tokens, before)
         seconds += media * self.cost.encoder_token_time_s
         request.prompt_s += seconds
@@ -148,11 +136,8 @@ class JobWork:
             self.done_s += self._decode_s(request, counted, steps)
 
     def leave(self, request: ScheduledRequest, first: int, steps: int) -> None:
-        """A running request ended or gives its KV back: charge it for its work.
-
-        Args:
-            first, steps: its decode steps when it joined, and now.
-        """
+        """A running request ended or gives its KV back: charge it for its work, with
+        ``first`` decode steps when it joined and ``steps`` now."""
         did = request.prompt_s + self._decode_s(request, first, steps)
         self.charged_s += did - request.charged_s
         request.charged_s = request.prompt_s = 0.0
@@ -160,11 +145,8 @@ class JobWork:
     # A step ---------------------------------------------------------------------------
 
     def end_step(self, clock: int, *, decodes: bool) -> tuple[float, float]:
-        """Count a step that begins at ``clock``.
-
-        Returns:
-            Its compute and its KV read time, in seconds.
-        """
+        """Count a step that begins at ``clock``. Returns its compute and its KV read time,
+        in seconds."""
         compute_s, self._step_compute_s = self._step_compute_s, 0.0
         kv_read_s = 0.0
         if decodes:
@@ -181,7 +163,6 @@ class JobWork:
         return tokens * self.cost.token_time_s + attended * self.cost.attention_time_s
 
     def _decode_s(self, request: ScheduledRequest, first: int, last: int) -> float:
-        """Time of the decode steps after ``first`` up to ``last``."""
         steps = last - first
         own = (last * (last + 1) - first * (first + 1)) // 2
         reads = steps * request.read_len + own
@@ -288,18 +269,15 @@ class WorkLeft:
         self._reads[leaves] = reads
 
     def did(self, compute_s: float, kv_read_s: float) -> None:
-        """Count the work of a step, in seconds."""
         self._done_compute_s += compute_s
         self._done_kv_read_s += kv_read_s
 
     @property
     def compute_s(self) -> float:
-        """Compute time of the remaining work."""
         return max(self._compute_s - self._done_compute_s, 0.0)
 
     @property
     def kv_read_s(self) -> float:
-        """KV read time of the remaining work."""
         return max(self._kv_read_s - self._done_kv_read_s, 0.0)
 
     @property
@@ -362,11 +340,8 @@ class LengthSums:
 
 
 class LengthBias:
-    """The sums of one job, or of all online requests.
-
-    Attributes:
-        job: the sums of all its requests.
-    """
+    """The sums of one job and of its larger subtrees, or of all online requests. ``job``
+    has all of its requests."""
 
     def __init__(self) -> None:
         self.job = LengthSums()

@@ -1,21 +1,19 @@
 """Counts the KV that running requests hold, read and will need, for admission.
 
-KV is allocated in whole pages: of each request, its tokens behind the shared prefixes,
-which are whole pages themselves, take as many pages as hold them. Time is the *decode
-clock*, which ticks once for every token that the running requests decode: once a step, or
-with speculation as :mod:`.decode_clock` has it. Changes update all sums, so that no step
-iterates over the running requests.
+KV is allocated in whole pages: a request's tokens behind the shared prefixes, which are
+whole pages themselves, take as many pages as hold them. Time is the *decode clock*, which
+ticks once for every token that the running requests decode: once a step, with speculation as
+of :class:`TokenClock`, with pipeline parallelism as of :class:`MicroBatches`. Changes update
+all sums, so that no step iterates over the running requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 
 from ..planner.admission_rules import kv_forecast
 from ..planner.admission_rules.kv_forecast import KvForecast, make_forecast
-from ..planner.kv_lengths.batch_state import RunningRows
 from ..planner.machine_model import PoolShares, has_room, share
 from ..planner.requests import LEFT, ONLINE, RIGHT
 from .job_work import JobWork, LengthBias, LengthSums, read_base
@@ -45,23 +43,22 @@ class KvAccounting:
     Args:
         capacity: tokens of KV, in whole pages.
         page_size: tokens in a page.
-        mixed: whether decodes and prompts share a step, so that the clock ticks in the
-            step that computes a request's prompt.
+        mixed: whether decodes and prompts share a step, so that the clock ticks in the step
+            that computes a request's prompt.
         second: the pool that the model has besides that of KV. None if it has none.
         draft_slots: tokens of KV that a request holds for drafts besides its own.
 
     Attributes:
         clock: the decode clock.
         decoding: requests that decode, by side.
-        kv: tokens in the pages that requests hold, without shared prefixes, by side.
-            Those for drafts are counted from the start.
-        reads: tokens of KV that decodes read in a step, including that of the token
-            they compute, by side.
+        kv: tokens in the pages that requests hold, without shared prefixes, by side. Those
+            for drafts are counted from the start.
+        reads: tokens of KV that decodes read in a step, including that of the token they
+            compute, by side.
         num_running: running requests, including those whose prompt is being computed.
-        num_complete: those of them that have all their tokens and have not left yet. The
-            engine learns of an end one step late.
-        ahead_tokens: of prompts that are being computed ahead.
-        host_room: tokens of KV that running requests can move to the host.
+        num_complete: those of them that have all their tokens. The engine learns of an end
+            one step late.
+        changes: how often requests were admitted, began to decode or left.
         margin: share of the KV that admission leaves free.
     """
 
@@ -96,12 +93,7 @@ class KvAccounting:
         self._last_steps: dict[int, _LastSteps] = {}
         # Requests by the step in which they outlive their estimates.
         self._overruns: dict[int, dict[ScheduledRequest, None]] = {}
-        # By falling length, with rows that have left, and a number to tell equals apart.
-        self._longest_rows: list[tuple[int, int, ScheduledRequest]] = []
-        self._num_noted = 0
-        self._num_ahead = 0
-        self.ahead_tokens = 0
-        self.host_room = 0
+        self.changes = 0
 
     @property
     def requests(self) -> list[ScheduledRequest]:
@@ -120,25 +112,7 @@ class KvAccounting:
         ticks = (self.clock + 1) % self._page_size
         return sum(self._growing[ticks :: self._page_size]) * self._page_size
 
-    def running_rows(self) -> RunningRows:
-        """The running requests by their lengths, whose prompts are read in whole.
-
-        Without those whose prompt is computed ahead.
-        """
-        heap = self._longest_rows
-        while heap and not (heap[0][2].running and heap[0][2].row_base == -heap[0][0]):
-            heappop(heap)
-        longest = self.clock - heap[0][0] if heap else 0
-        rows = self.num_running - self._num_ahead
-        return RunningRows(rows, float(sum(self.reads)), longest)
-
-    def _note_row(self, request: ScheduledRequest) -> None:
-        request.row_base = request.input_len + request.steps - self.clock
-        self._num_noted += 1
-        heappush(self._longest_rows, (-request.row_base, self._num_noted, request))
-
     def in_pages(self, tokens: int) -> int:
-        """Tokens in the pages that hold ``tokens``."""
         return -(-tokens // self._page_size) * self._page_size
 
     def _bias_of(self, request: ScheduledRequest) -> LengthBias:
@@ -147,7 +121,7 @@ class KvAccounting:
 
     def corrected_est_decode_steps(self, request: ScheduledRequest) -> int:
         """A waiting request's estimate, corrected by how far others were off."""
-        if request.prefills_ahead:
+        if request.prompt_only:
             return request.steps + 1
         if request.steps > 0 or request.est_decode_steps >= request.max_decode_steps:
             return min(request.est_decode_steps, request.max_decode_steps)
@@ -157,7 +131,6 @@ class KvAccounting:
         )
 
     def extend_forecast(self, longest: int) -> None:
-        """Make the forecast cover the ``longest`` estimate, in decode steps."""
         if longest <= self._longest:
             return
         self._longest = longest
@@ -177,12 +150,8 @@ class KvAccounting:
             request.bias = self._bias_of(request)
         request.est_decode_steps = self.corrected_est_decode_steps(request)
         self._requests[id(request)] = request
-        if request.prefills_ahead:
-            self._num_ahead += 1
-            self.ahead_tokens += request.input_len
-        else:
-            self._note_row(request)
-        if request.backlog is not None and not request.prefills_ahead:
+        self.changes += 1
+        if request.backlog is not None:
             request.backlog.runs(request)
         self.num_running += 1
         self.kv[request.side] += self._held_pages(request, request.steps)
@@ -204,7 +173,7 @@ class KvAccounting:
         if request.last == self.clock:  # it has its last token
             self.num_complete += 1
             return
-        self._note_row(request)
+        self.changes += 1
         self.decoding[request.side] += 1
         self._growing[self._growth_index(request)] += 1
         self.reads[request.side] += request.read_len + request.steps + 1
@@ -243,8 +212,10 @@ class KvAccounting:
         """A request ended or gives its KV back. Sets ``steps`` to its decode steps so far."""
         del self._requests[id(request)]
         self._leave_forecast(request)
-        if request.prefills_ahead:
-            self._no_longer_ahead(request)
+        self.changes += 1
+        if request.prompt_only:
+            request.prompt_only = False
+            request.est_decode_steps = request.initial_est_decode_steps
         if self.second is not None:
             self.second.set_share(request, 0)
         steps = request.steps_done(self.clock)
@@ -260,21 +231,16 @@ class KvAccounting:
         request.steps = steps
 
     def decode_after_all(self, request: ScheduledRequest) -> None:
-        """A request whose prompt was computed ahead cannot wait on the host: it continues."""
+        """A request of which only the prompt was to be computed continues."""
         self._leave_forecast(request)
-        self._no_longer_ahead(request)
+        self.changes += 1
+        request.prompt_only = False
+        request.est_decode_steps = request.initial_est_decode_steps
         request.est_decode_steps = self.corrected_est_decode_steps(request)
         self._charge_second(request)
         self._join_forecast(request)
-        self._note_row(request)
         if request.backlog is not None:
             request.backlog.runs(request)
-
-    def _no_longer_ahead(self, request: ScheduledRequest) -> None:
-        self._num_ahead -= 1
-        self.ahead_tokens -= request.input_len
-        request.prefills_ahead = False
-        request.est_decode_steps = request.initial_est_decode_steps
 
     def _charge_second(self, request: ScheduledRequest) -> None:
         if self.second is not None:
@@ -296,11 +262,8 @@ class KvAccounting:
             request.bias = None
 
     def count_decode_step(self) -> Sequence[ScheduledRequest]:
-        """Count a step in which the running requests decode.
-
-        Returns:
-            The requests whose estimate turned out too low and was raised by half.
-        """
+        """Count a step in which the running requests decode. Returns the requests whose
+        estimate turned out too low and was raised by half."""
         self.clock += 1
         kv, reads, decoding = self.kv, self.reads, self.decoding
         growing, size = self._growing, self._page_size
@@ -360,16 +323,13 @@ class KvAccounting:
         self._schedule_overrun(request)
 
     def _growth_index(self, request: ScheduledRequest) -> int:
-        """The place of a decoding request in ``_growing``."""
         held = self._held(request, request.steps) - request.begin
         return request.side * self._page_size + (1 - held) % self._page_size
 
     def _count_last_step(self, request: ScheduledRequest, count: int) -> None:
-        """Add (1) or remove (-1) a request at the tick of its last step.
-
-        All requests that end together share an entry, so a step in which a thousand end
-        costs no more than any other.
-        """
+        """Add (1) or remove (-1) a request at the tick of its last step. All that end
+        together share an entry, so a step in which a thousand end costs no more than any
+        other."""
         ends = self._last_steps.get(request.last)
         if ends is None:
             ends = self._last_steps[request.last] = _LastSteps()
@@ -413,20 +373,17 @@ class KvAccounting:
     def _growth(
         self, request: ScheduledRequest, est_decode_steps: int, steps: int
     ) -> tuple[int, int]:
-        """A request's KV in tokens as if it grew from now on, and its steps to the end.
-
-        A prompt that is computed in a step with decodes grows a tick later.
-        """
+        """A request's KV in tokens as if it grew from now on, and its steps to the end. A
+        prompt that is computed in a step with decodes grows a tick later."""
         waits = int(self._mixed and not request.decoding)
-        remaining = max(est_decode_steps - steps, 1)
-        return self._held(request, steps) - waits, remaining + waits
+        own = request.own + self.draft_slots
+        return kv_forecast.growth(own, steps, est_decode_steps, waits)
 
     def _held(self, request: ScheduledRequest, steps: int) -> int:
         """Tokens of KV that a request holds after ``steps``, behind shared prefixes."""
         return request.own + steps + self.draft_slots
 
     def _held_pages(self, request: ScheduledRequest, steps: int) -> int:
-        """The same in whole pages."""
         return self.in_pages(self._held(request, steps))
 
     def _leave_forecast(self, request: ScheduledRequest) -> None:
@@ -456,8 +413,10 @@ class KvAccounting:
         ):
             return False
         held, remaining = self._growth(request, steps, request.steps)
-        peak = kv_forecast.peak(self._forecast, self.clock, held, remaining) + locked
-        return bool(peak + reserved <= self.capacity * (1.0 - self.margin))
+        others, most = locked + reserved, self.capacity * (1.0 - self.margin)
+        return bool(
+            kv_forecast.fits(self._forecast, self.clock, held, remaining, others, most)
+        )
 
 
 @dataclass(slots=True)
@@ -486,3 +445,94 @@ class BoundedPool:
         """Whether a waiting request fits. For the arguments see ``planner.machine_model``."""
         units = self.share(request, decode_steps)
         return has_room(self.shares, self.held, units, num_prefixes, margin)
+
+
+# The decode clock where it does not tick once in each step that decodes. Ticks follow from the
+# results of steps alone, so all TP ranks count alike.
+
+# Tokens by which the count of a single request may be off.
+MOST_OFF = 16
+
+
+class TokenClock:
+    """Ticks of the decode clock with speculation.
+
+    A request decodes several tokens in a step then, and forecasts count tokens. So the clock
+    follows the mean of the tokens that requests have decoded, and a request that is faster or
+    slower is set right once it is a few tokens off.
+    """
+
+    def __init__(self, kv_accounting: KvAccounting) -> None:
+        self._kv_accounting = kv_accounting
+
+    def follow(self, tick: Callable[[], None]) -> None:
+        """Count the tokens of the last results. ``tick`` lets all running requests take a
+        step."""
+        for _ in range(self._ticks()):
+            tick()
+        accounting = self._kv_accounting
+        for request in accounting.requests:
+            if not request.decoding:
+                continue
+            steps, counted = taken(request), request.steps_done(accounting.clock)
+            goes_on = request.takes_steps(accounting.clock)
+            late = not goes_on and steps < request.max_decode_steps
+            if late or abs(steps - counted) > MOST_OFF:
+                accounting.set_steps(request, steps)
+
+    def _ticks(self) -> int:
+        """The mean of the tokens that requests have and are not counted with."""
+        clock = self._kv_accounting.clock
+        rows = more = 0
+        for request in self._kv_accounting.requests:
+            if request.takes_steps(clock):
+                rows += 1
+                more += taken(request) - request.steps_done(clock)
+        return max(0, (2 * more + rows) // (2 * rows)) if rows else 0
+
+    def ends(self, request: ScheduledRequest) -> None:
+        if request.decoding:
+            self._kv_accounting.set_steps(request, taken(request))
+
+
+def taken(request: ScheduledRequest) -> int:
+    """Decode steps of a decoding request, by the tokens that it has."""
+    steps = min(len(request.req.output_ids) - 1, request.max_decode_steps)
+    # The result of its prompt may still be in flight.
+    return max(steps, 0)
+
+
+class MicroBatches:
+    """Whose turn it is, and the rows that have started in each.
+
+    SGLang asks for the next batch of one of the ``number`` micro-batches after the other.
+    In each round a running request decodes once, in the step of its own micro-batch, whose
+    last results are known by then. Without pipeline parallelism there is one, and each step
+    is a round.
+    """
+
+    def __init__(self, number: int = 1) -> None:
+        self.number = number
+        self._turn = -1
+        self._decoded = False
+        self._starting: list[list[ScheduledRequest]] = [[] for _ in range(number)]
+
+    @property
+    def starting(self) -> list[ScheduledRequest]:
+        """Requests whose prompt is complete after this step."""
+        return self._starting[self._turn]
+
+    def begin_step(self) -> list[ScheduledRequest]:
+        """The next micro-batch has its turn. Returns what its last step completed."""
+        self._turn = (self._turn + 1) % self.number
+        completed = self.starting
+        self._starting[self._turn] = []
+        return completed
+
+    def end_step(self, *, decodes: bool) -> bool:
+        """Whether a round ends here in which requests decoded, as in this step or not."""
+        self._decoded |= decodes
+        if self._turn < self.number - 1:
+            return False
+        decoded, self._decoded = self._decoded, False
+        return decoded

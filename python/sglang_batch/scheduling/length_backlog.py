@@ -1,22 +1,29 @@
-"""Waiting requests of a job that join in batches of similar KV length.
+"""Requests of a job that join in batches of similar KV length, by AlignedServe's rules.
 
-The choice is that of ``planner.kv_lengths.batch_switch``. It is told who waits, who runs and
-who leaves, and counts decode steps, so that all ranks choose alike.
+:class:`LengthBacklogs` makes the backlog of a plan with such a rule, in place of one that
+follows an order. The choice is that of ``planner.kv_lengths.batch_state``. It is told who
+waits, who runs and who leaves, and counts decode steps, so that all ranks choose alike.
+Rows leave for the host in a switch (:meth:`LengthBacklog.to_park`), and prompts are computed
+before their answers fit (:func:`fill_ahead`), only where the engine asks for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from ..planner.kv_lengths import batch_state, batch_switch
-from ..planner.kv_lengths.batch_state import LengthBatches, RunningRows, make_batches
-from ..planner.kv_lengths.length_groups import BatchLaw
+from ..planner.kv_lengths import batch_state
+from ..planner.kv_lengths.batch_state import RunningRows, doubled, make_batches
+from ..planner.kv_lengths.length_groups import BatchLaw, parking_pays
 from ..planner.kv_lengths.length_tree import NONE
+from ..planner.requests import LEFT
 from .backlog import Backlog
+from .job_plan import JobPlan
+from .kv_accounting import KvAccounting
+from .next_step import Filling
 from .scheduled_request import ScheduledRequest
+from .step_record import Admission
 
 _FIRST_SLOTS = 256
 # Requests among which the next one to be computed ahead is looked for.
@@ -30,6 +37,53 @@ class LengthPlace(NamedTuple):
     family: int
 
 
+class LengthBacklogs:
+    """Makes the backlogs of one scheduler's jobs, and measures the running rows for them.
+
+    Attributes:
+        host_room: tokens of KV that rows can move to the host.
+    """
+
+    def __init__(self, kv_accounting: KvAccounting) -> None:
+        self._kv_accounting = kv_accounting
+        self._changes = -1
+        self._rows = self._longest = 0
+        self.host_room = 0
+
+    def __call__(self, plan: JobPlan) -> Backlog:
+        return LengthBacklog(plan, self) if plan.length_rule else Backlog.of(plan)
+
+    def rows(self) -> RunningRows:
+        """The running requests of all jobs, whose prompts are read in whole, without those
+        of which only the prompt is computed."""
+        accounting = self._kv_accounting
+        if self._changes != accounting.changes:
+            self._changes = accounting.changes
+            # Without the decode clock, by which all rows grow alike.
+            lengths = [
+                request.input_len + request.steps - request.begin
+                for request in accounting.requests
+                if not request.prompt_only
+            ]
+            self._rows, self._longest = len(lengths), max(lengths, default=0)
+        longest = accounting.clock + self._longest if self._rows else 0
+        return RunningRows(self._rows, float(sum(accounting.reads)), longest)
+
+    def law(self, plan: JobPlan) -> BatchLaw:
+        """The cost of a step. Rows are parked only if the host has room for all of them."""
+        cost = plan.cost
+        parks = parking_pays(cost.row_share, padded=cost.padded)
+        return BatchLaw(
+            cost.weight_read_time_s,
+            cost.kv_read_time_s,
+            cost.row_share,
+            cost.padded,
+            float(self._kv_accounting.capacity),
+            1 << 30,
+            parks=parks and self.host_room >= self.rows().total,
+        )
+
+
 class LengthBacklog(Backlog):
     """Waiting requests, of which the next one depends on the lengths of running rows.
 
@@ -37,33 +91,14 @@ class LengthBacklog(Backlog):
     them.
 
     Args:
-        rule: TREE or GROUPS.
-        place: of a waiting request.
-        rows: the running rows of all jobs.
-        law: the cost of a step, and the KV that there is.
-        max_wait_steps: decode steps after which a waiting request joins before all others.
-            None: never.
-        host_room: KV that rows can move to the host, in tokens.
+        engine: the running rows of all jobs, and the cost of a step with them.
     """
 
-    by_length = True
-
-    def __init__(
-        self,
-        rule: int,
-        place: Callable[[ScheduledRequest], LengthPlace],
-        rows: Callable[[], RunningRows],
-        law: BatchLaw,
-        max_wait_steps: int | None = None,
-        host_room: Callable[[], int] | None = None,
-    ) -> None:
+    def __init__(self, plan: JobPlan, engine: LengthBacklogs) -> None:
         super().__init__(0, both_ends=False)
-        self.rule = rule
-        self._place = place
-        self._rows = rows
-        self._law_if_parked = law
-        self._host_room = host_room
-        self._batches = make_batches(_FIRST_SLOTS, rule, max_wait_steps)
+        self._plan, self._engine = plan, engine
+        self.rule = plan.length_rule
+        self._batches = make_batches(_FIRST_SLOTS, self.rule, plan.max_wait_steps)
         self._upcoming = np.zeros(_MOST_AHEAD, np.int32)
         # By length and family, those on the host.
         self._ready: dict[tuple[int, int], dict[ScheduledRequest, None]] = {}
@@ -73,11 +108,6 @@ class LengthBacklog(Backlog):
         # Those whose prompt is computed ahead, and the candidate batch that they are of.
         self._left_next: dict[ScheduledRequest, int] = {}
         self._running: dict[ScheduledRequest, None] = {}
-
-    @property
-    def mixed_steps(self) -> int:
-        """Decode steps with rows of more than one batch."""
-        return int(self._batches.state[0]["mixed_ticks"])
 
     def add(self, request: ScheduledRequest) -> None:
         super().add(request)
@@ -111,17 +141,17 @@ class LengthBacklog(Backlog):
             super()._push(request)
 
     def join(self, request: ScheduledRequest) -> None:
-        super().remove(request)
-        if request in self._slot:
-            batch_state.join(self._batches, self._slot[request])
-            self._no_longer_ready(request, self._slot[request])
-            self._running[request] = None
-
-    def join_ahead(self, request: ScheduledRequest) -> None:
         slot = self._slot.get(request)
-        if slot is not None and self._batches.is_next[slot]:
-            self._left_next[request] = self._next_batch
-        self.remove(request)
+        if request.prompt_only:
+            if slot is not None and self._batches.is_next[slot]:
+                self._left_next[request] = self._next_batch
+            self.remove(request)
+            return
+        super().remove(request)
+        if slot is not None:
+            batch_state.join(self._batches, slot)
+            self._no_longer_ready(request, slot)
+            self._running[request] = None
 
     @property
     def _next_batch(self) -> int:
@@ -130,6 +160,8 @@ class LengthBacklog(Backlog):
 
     def runs(self, request: ScheduledRequest) -> None:
         """A request runs, again if it has been on the host meanwhile."""
+        if request.prompt_only:
+            return
         self._left_next.pop(request, None)
         if request not in self._running:
             batch_state.come_back(self._batches, self._new_slot(request))
@@ -145,33 +177,33 @@ class LengthBacklog(Backlog):
     def tick(self) -> None:
         batch_state.tick(self._batches)
 
-    @property
-    def _law(self) -> BatchLaw:
-        """The law of a step. Rows are parked only if the host has room for all of them."""
-        law = self._law_if_parked
-        if law.parks and (
-            self._host_room is None or self._host_room() < self._rows().total
-        ):
-            law = law._replace(parks=False)
-        return law
+    def _place(self, request: ScheduledRequest) -> LengthPlace:
+        plan, leaf = self._plan, request.leaf
+        if leaf < 0 or plan.length_key is None or plan.family is None:
+            return LengthPlace(request.input_len, NONE)
+        return LengthPlace(int(plan.length_key[leaf]), int(plan.family[leaf]))
 
     def to_park(self) -> list[ScheduledRequest]:
-        if not self._law_if_parked.parks:
+        """Running requests that are to wait on the host from now on: batches of similar
+        length are switched. Ask once in a step, before others join."""
+        batches, engine = self._batches, self._engine
+        cost = self._plan.cost
+        if not parking_pays(cost.row_share, padded=cost.padded):
             return []
-        batches = self._batches
-        if not batch_switch.wants_switch(batches, self._law, self._rows()):
+        if not batch_state.wants_switch(batches, engine.law(self._plan), engine.rows()):
             return []
         return [
             request
             for request in reversed(self._running)
-            if batch_switch.is_parked(batches, self._slot[request])
+            if batch_state.is_parked(batches, self._slot[request])
         ]
 
     def first(self) -> ScheduledRequest | None:
         in_order = super().first()
         if in_order is not None and in_order.ahead:
             return in_order
-        slot = batch_switch.propose(self._batches, self._law, self._rows())
+        engine = self._engine
+        slot = batch_state.propose(self._batches, engine.law(self._plan), engine.rows())
         if slot != NONE:
             return self._ready_alike(slot) or self._at[slot]
         # Those that do not mix are the only ones left, or nobody should join now.
@@ -191,27 +223,32 @@ class LengthBacklog(Backlog):
 
         Of the next few by their lengths, or else of all by their position.
         """
-        found = self._upcoming
-        number = batch_switch.upcoming(self._batches, self._law, self._rows(), found)
-        for slot in found[:number]:
-            request: ScheduledRequest | None = self._at[slot]
+        for request in self._next_few():
             if request is not None and not request.on_host:
                 return request
         in_order = super().first()
         return None if in_order is None or not in_order.mixes else in_order
 
     def next_on_host(self) -> list[ScheduledRequest]:
+        """Of those that join next, the ones whose KV is on the host."""
         if not self._ready:
             return []
-        found = self._upcoming
-        number = batch_switch.upcoming(self._batches, self._law, self._rows(), found)
         # The first one may stand for another of its length.
-        requests = dict.fromkeys([self.first(), *(self._at[i] for i in found[:number])])
+        requests = dict.fromkeys([self.first(), *self._next_few()])
         return [each for each in requests if each is not None and each.on_host]
 
-    def reorder(self, num_left: int, *, both_ends: bool) -> None:
+    def _next_few(self) -> list[ScheduledRequest | None]:
+        """Those that are proposed next if no other comes or leaves."""
+        engine, found = self._engine, self._upcoming
+        number = batch_state.upcoming(
+            self._batches, engine.law(self._plan), engine.rows(), found
+        )
+        return [self._at[slot] for slot in found[:number]]
+
+    def reorder(self, plan: JobPlan) -> None:
         """Take the places of a new plan."""
-        super().reorder(num_left, both_ends=both_ends)
+        super().reorder(plan)
+        self._plan = plan
         waiting = list(self)
         for request in waiting:
             self.remove(request)
@@ -225,7 +262,7 @@ class LengthBacklog(Backlog):
             slot = len(self._at)
             self._at.append(None)
             if slot == len(self._batches.key):
-                self._batches = _larger(self._batches)
+                self._batches = doubled(self._batches)
         self._slot[request], self._at[slot] = slot, request
         return slot
 
@@ -243,15 +280,27 @@ class LengthBacklog(Backlog):
         self._free.append(slot)
 
 
-def _larger(batches: LengthBatches) -> LengthBatches:
-    """The same with room for twice as many requests."""
-    size = len(batches.key)
-    new = make_batches(2 * size, 0)
-    for name in ("key", "family", "batch_of", "is_next", "ring"):
-        getattr(new, name)[:size] = getattr(batches, name)
-    for name in ("before", "after", "length", "tokens", "since"):
-        getattr(new.tree, name)[:size] = getattr(batches.tree, name)
-    for name in ("nodes", "first", "last"):
-        np.copyto(getattr(new.tree, name), getattr(batches.tree, name))
-    np.copyto(new.state, batches.state)
-    return new
+def fill_ahead(filling: Filling, limit: int, ahead_tokens: int) -> None:
+    """Fill a step with prompts of requests that do not fit yet. They wait on the host
+    until they do.
+
+    Args:
+        limit: most prompt tokens of the step.
+        ahead_tokens: most tokens of such prompts.
+    """
+    for job in filling.in_turn() if ahead_tokens > 0 else ():
+        backlog = job.backlog
+        while isinstance(backlog, LengthBacklog) and filling.choice.tokens < limit:
+            request = backlog.next_ahead()
+            if request is None or request.input_len > ahead_tokens:
+                break
+            if job.uses.blocked_by(request.node) or filling.overtakes(job, request):
+                break
+            if not filling.now.has_adapter(request):
+                break
+            request.prompt_only = True
+            answer = filling.admit(job, request, LEFT, limit, 0)
+            if answer is not Admission.JOINED:
+                request.prompt_only = False
+                break
+            ahead_tokens -= request.input_len

@@ -1,13 +1,5 @@
-"""The open jobs of one scheduler, the order in which their requests join, and their common prefixes.
-
-Every job has a prefix tree of its own. :class:`CommonPrefixes` finds the nodes of different
-jobs that begin with the same tokens. While a request of one job computes such a prefix,
-those of the others wait. Once it is in the cache, they go first. So it is computed once,
-and used by all jobs before it leaves the cache. What follows the prefix may differ by job,
-such as the question about a document, and so may the depths of the nodes, which are
-compared at a few depths. Nodes are noted when the first request below them arrives, since
-a scheduler knows no tokens of requests to come.
-"""
+"""The open jobs of one scheduler, the order in which their requests join, and their common
+prefixes."""
 
 from __future__ import annotations
 
@@ -37,12 +29,8 @@ class ScanPace:
 
 
 class OpenJobs:
-    """Jobs by id, in the order in which they were opened.
-
-    Attributes:
-        each: the jobs; quicker to iterate over than this object itself.
-        scan: state of the dual scanner.
-    """
+    """Jobs by id, in the order in which they were opened. ``each`` is quicker to iterate
+    over than this object itself."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, JobState] = {}
@@ -73,10 +61,8 @@ class OpenJobs:
         return sorted(self.each, key=lambda job: (-job.priority, job.done.share_s))
 
     def by_priority(self) -> list[list[JobState]]:
-        """The jobs of each priority, the highest first.
-
-        Jobs of one priority share the engine by work done.
-        """
+        """The jobs of each priority, the highest first. Jobs of one priority share the
+        engine by work done."""
         if len(self._jobs) == 1:
             return [[*self.each]]
         groups: dict[int, list[JobState]] = {}
@@ -87,26 +73,22 @@ class OpenJobs:
     # Shares of the engine -------------------------------------------------------------
 
     def arrives(self, job: JobState) -> None:
-        """A request of a job arrives. Call this before the request is added.
-
-        A job without waiting requests gets no more of the engine, and is not owed it
-        later: it starts again level with its peers.
-        """
+        """A request of a job arrives, and is added afterwards. A job without waiting
+        requests gets no more of the engine, and is not owed it later: it starts again level
+        with its peers."""
         if len(self._jobs) > 1 and not job.num_waiting:
             job.done.raise_by(max(0.0, self._level(job) - job.done.done_s))
 
     def set_priority(self, job: JobState, priority: int) -> None:
-        """Change a job's priority. From now on it gets the same share as its new peers;
-        it does not catch up with the work that was done for them before."""
+        """Change a job's priority. From now on it gets the same share as its new peers; it
+        does not catch up with the work that was done for them before."""
         job.priority = priority
         job.done.raise_by(self._level(job) - job.done.done_s)
 
     def _level(self, job: JobState) -> float:
-        """Work done for that peer of a job, with requests here, that has the least.
-
-        If no peer has requests, the most that was done for one: when it has some again,
-        nobody has to wait until the job has caught up.
-        """
+        """Work done for that peer of a job, with requests here, that has the least. If no
+        peer has requests, the most that was done for one: when it has some again, nobody
+        has to wait until the job has caught up."""
         peers = [
             other
             for other in self.each
@@ -156,7 +138,15 @@ SHORTEST = 64
 
 
 class CommonPrefixes:
-    """The nodes of all open jobs by their tokens. With a single job nothing is noted."""
+    """The nodes of all open jobs by their tokens. With a single job nothing is noted.
+
+    Every job has a prefix tree of its own. While a request of one job computes a prefix,
+    those of other jobs that begin with the same tokens wait, and once it is in the cache
+    they go first. So it is computed once, and used by all before it leaves the cache. What
+    follows the prefix may differ by job, such as the question about a document, and so may
+    the depths of the nodes, which are compared at a few depths. Nodes are noted when the
+    first request below them arrives, since a scheduler knows no tokens of requests to come.
+    """
 
     def __init__(self, jobs: OpenJobs, digests: Digests) -> None:
         self._jobs = jobs

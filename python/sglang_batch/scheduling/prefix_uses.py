@@ -1,11 +1,10 @@
 """The shared prefixes of a running job: which request computes them, which need them.
 
-Every node of the job's prefix tree that several requests share is in one of three states:
-*absent*, being *computed* by one request, its leader, or *kept* in the engine's cache. A
-follower is a request that needs a node while another one computes it. It waits, so that
-each prefix is computed once. A kept node is pinned in the cache until all requests that
-need it have started. When KV is short, the node whose next use is furthest away is
-unpinned first (Belady's rule, since the future is known).
+Every node of the prefix tree that several requests share is *absent*, being *computed* by
+one request, its leader, or *kept* in the engine's cache. A follower needs a node while
+another request computes it, and waits, so that each prefix is computed once. A kept node is
+pinned until all requests that need it have started. When KV is short, the node whose next
+use is furthest away is unpinned first (Belady's rule, since the future is known).
 """
 
 from __future__ import annotations
@@ -98,11 +97,8 @@ class PrefixUses:
         )  # fmt: skip
 
     def is_prompt_of(self, node: int, tokens: int) -> bool:
-        """Whether a request's tokens up to a node equal those of the first request.
-
-        Args:
-            tokens: a hash of them.
-        """
+        """Whether a request's tokens up to a node, by their hash, equal those of the first
+        request."""
         return self._tokens.setdefault(node, tokens) == tokens
 
     def path(self, node: int) -> list[int]:
@@ -166,10 +162,8 @@ class PrefixUses:
     # Requests start and leave ---------------------------------------------------------
 
     def start(self, request: ScheduledRequest, cached_len: int) -> None:
-        """A request is admitted with ``cached_len`` tokens of its prompt in the cache.
-
-        It becomes the leader of the missing nodes.
-        """
+        """A request is admitted with ``cached_len`` tokens of its prompt in the cache. It
+        becomes the leader of the missing nodes."""
         self._started[request.leaf] = True
         for node in self.path(request.node):
             self._uses_left[node] -= 1
@@ -182,10 +176,8 @@ class PrefixUses:
         self.lead(request, cached_len)
 
     def lead(self, request: ScheduledRequest, cached_len: int) -> None:
-        """A request computes those of its prefixes that the cache does not hold.
-
-        Called again when the cache turns out to hold less than expected.
-        """
+        """A request computes those of its prefixes that the cache does not hold. Called
+        again when the cache turns out to hold less than expected."""
         for node in self.path(request.node):
             if self.depth[node] <= cached_len:
                 break
@@ -238,11 +230,8 @@ class PrefixUses:
         ]
 
     def computed(self, request: ScheduledRequest, num_tokens: int) -> list[int]:
-        """The first ``num_tokens`` of a leader's prompt are in the cache.
-
-        Returns:
-            The nodes that this completes, deepest first.
-        """
+        """The first ``num_tokens`` of a leader's prompt are in the cache. Returns the nodes
+        that this completes, deepest first."""
         done = [node for node in request.leading if self.depth[node] <= num_tokens]
         for node in done:
             request.leading.remove(node)
@@ -251,10 +240,7 @@ class PrefixUses:
 
     def leave(self, request: ScheduledRequest, *, offloaded: bool) -> list[int]:
         """A running request ended, or gave its KV back and will return (``offloaded``).
-
-        Returns:
-            The nodes that it was computing, which no request computes now.
-        """
+        Returns the nodes that it was computing, which no request computes now."""
         if offloaded:
             self._started[request.leaf] = False
         for node in self.path(request.node):
@@ -403,9 +389,8 @@ class PrefixUses:
             self.unpin(node)
 
     def furthest(self) -> int:
-        """The pinned node whose next use is furthest away, or 0.
-
-        Nodes that running requests use are left out."""
+        """The pinned node, not used by running requests, whose next use is furthest away,
+        or 0."""
         while self._furthest:
             use, _, node = self._furthest[0]
             if self._noted.get(node) == -use:
@@ -416,7 +401,7 @@ class PrefixUses:
         return 0
 
     def furthest_in_use(self) -> int:
-        """The same of the nodes that running requests use, or 0."""
+        """The same of the nodes that running requests use."""
         in_use = [node for node in self.pins if self._running[node]]
         return max(
             in_use,
@@ -425,10 +410,8 @@ class PrefixUses:
         )
 
     def next_use(self, node: int) -> int:
-        """The rank of the next request that needs a node, in the order of use.
-
-        Above all ranks if no request is known to need it.
-        """
+        """The rank of the next request that needs a node, in the order of use. Above all
+        ranks if no request is known to need it."""
         if self._uses_left[node] > _MANY:
             return 0
         if node not in self._leaves:

@@ -1,7 +1,8 @@
-"""The prefix trees of the open jobs as they are now: which prefixes are in the cache, and why.
+"""The prefix trees of the open jobs as they are now: which prefixes are in the cache, and
+why.
 
 Computed only when somebody asks. The time grows with the requests of the open jobs, by
-milliseconds for a hundred thousand, and the answer has a bounded number of nodes.
+milliseconds for a hundred thousand.
 """
 
 from __future__ import annotations
@@ -68,13 +69,10 @@ class JobNow(TypedDict):
 
 
 class TreeNow(TypedDict):
-    """The trees of one replica.
-
-    nodes: in depth-first order.
-    admission: why the next request in line did not join the last step, as the name of an
-        :class:`~.step_record.Admission` in small letters.
-    admissions: steps so far by that reason.
-    """
+    """The trees of one replica. ``nodes`` are in depth-first order. ``admission`` and
+    ``admissions`` are why the next request in line did not join the last step, and steps so
+    far by that reason, which is the name of an :class:`~.step_record.Admission` in small
+    letters."""
 
     jobs: list[JobNow]
     nodes: list[NodeNow]
@@ -87,7 +85,11 @@ def running_tree(jobs: Iterable[JobState], limit: int) -> TreeNow:
     cache or being computed, the others those that save most tokens."""
     found: TreeNow = {"jobs": [], "nodes": []}
     each = [(job, job.uses.arrays()) for job in jobs]
-    shared = [_shared(arrays) for _, arrays in each]
+    # Nodes that are used or will be, and add a page at least.
+    shared = [
+        np.flatnonzero((now.length > 0) & ((now.uses_left > 0) | (now.running > 0)))
+        for _, now in each
+    ]
     for (job, _), nodes in zip(each, shared, strict=True):
         found["jobs"].append(
             {
@@ -104,12 +106,6 @@ def running_tree(jobs: Iterable[JobState], limit: int) -> TreeNow:
     for (job, arrays), nodes in zip(each, _largest(each, shared, limit), strict=True):
         found["nodes"] += _nodes(job, arrays, nodes)
     return found
-
-
-def _shared(arrays: NodeArrays) -> Int64s:
-    """Nodes that are used or will be, and add a page at least."""
-    used = (arrays.uses_left > 0) | (arrays.running > 0)
-    return np.flatnonzero(used & (arrays.length > 0))
 
 
 def _largest(
@@ -145,7 +141,9 @@ def _top(values: Int64s, count: int) -> Int64s:
 def _nodes(job: JobState, arrays: NodeArrays, nodes: Int64s) -> list[NodeNow]:
     if not len(nodes):
         return []
-    uses, front = job.uses, _front(arrays)
+    uses = job.uses
+    # The lowest rank of a request that is still to start.
+    front = int(arrays.rank[~arrays.started].min(initial=np.iinfo(np.int32).max))
     density = _densities(job, arrays, nodes)
     shown = set(nodes.tolist())
     # Depth first: a node before those below it, in the order of their leaves.
@@ -174,12 +172,6 @@ def _nodes(job: JobState, arrays: NodeArrays, nodes: Int64s) -> list[NodeNow]:
             }
         )
     return found
-
-
-def _front(arrays: NodeArrays) -> int:
-    """The lowest rank of a request that is still to start."""
-    to_come = arrays.rank[~arrays.started]
-    return int(to_come.min(initial=np.iinfo(np.int32).max))
 
 
 def _densities(job: JobState, arrays: NodeArrays, nodes: Int64s) -> Floats:

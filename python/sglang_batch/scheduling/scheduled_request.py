@@ -52,8 +52,7 @@ class ScheduledRequest:
     waiting: bool = False
     ahead: bool = False  # joins before others: another job has its prefix in the cache
     on_host: bool = False  # its KV is there, so that it decodes as soon as it joins
-    # Only its prompt is computed now. Then its KV goes to the host, and it waits again.
-    prefills_ahead: bool = False
+    prompt_only: bool = False  # it does not decode once its prompt is computed
     arrival: int = -1  # its number among the job's requests, by arrival
     entry: int = -1  # its key in the backlog
     # Set while it runs.
@@ -70,7 +69,6 @@ class ScheduledRequest:
     charged_s: float = 0.0  # its part of its job's charged work
     prompt_s: float = 0.0  # work on its prompt since it joined
     begin: int = 0  # decode clock at which it began
-    row_base: int = 0  # its length minus the decode clock
     backlog: Any = None  # the Backlog that it joined from
     last: int = 0  # decode clock once it has taken all steps that it may take
     # Its part of the KV forecast.

@@ -1,22 +1,22 @@
 """A record of each step of the scheduler, a CSV file of these records, and timed steps.
 
-The file has a line of column names, then a line for each step. The last steps of each kind
-are kept with their seconds, from which a machine's costs are learnt. They decide nothing
-here: costs reach the schedulers with a job's plan, so that all ranks decide alike.
+A machine's costs are learnt from the last steps of each kind. They decide nothing here: costs
+reach the schedulers with a job's plan, so that all ranks decide alike.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,11 +119,13 @@ class StepRecord(NamedTuple):
 
 COLUMNS = StepRecord._fields
 SECONDS = ("compute_s", "memory_s")
+_KINDS = [float if name in SECONDS else int for name in COLUMNS]
 _HEADER = ",".join(COLUMNS) + "\n"
 # Logs of the last release have another name for a column and lack three others; they
 # can be read for one release.
-_OLD_NAME, _NEW_NAME, _ADDED = "parked", "offloaded", "prefetched,kv_waits,admission"
-_OLD_HEADER = _HEADER.replace(_NEW_NAME, _OLD_NAME).replace(f"{_ADDED},", "")
+_OLD_NAME, _NEW_NAME, _ADDED = "parked", "offloaded", "prefetched,kv_waits,admission,"
+_ADDED_AT = COLUMNS.index("prefetched")
+_OLD_HEADER = _HEADER.replace(_NEW_NAME, _OLD_NAME).replace(_ADDED, "")
 
 
 class StepLog:
@@ -131,15 +133,13 @@ class StepLog:
 
     After a failure to open or write the file, one warning is logged and later records
     are dropped. Records written before stay readable.
+
+    Args:
+        path: created with the first record if missing. An existing log is continued.
+        flush_every: number of records written at a time.
     """
 
     def __init__(self, path: Path, flush_every: int = 64) -> None:
-        """Nothing is opened yet.
-
-        Args:
-            path: created if missing. An existing log is continued.
-            flush_every: number of records written at a time.
-        """
         self.path = path
         self.flush_every = flush_every
         self._lines: list[str] = []
@@ -164,7 +164,9 @@ class StepLog:
                 self._open()
             self._write("\n".join(self._lines) + "\n")
         except (OSError, ValueError) as error:
-            self._give_up(error)
+            self._given_up = True
+            self._close_file()
+            logger.warning("No more steps are logged to %s: %s", self.path, error)
         self._lines.clear()
 
     def close(self) -> None:
@@ -174,16 +176,17 @@ class StepLog:
 
     def _open(self) -> None:
         # O_NONBLOCK: opening a pipe that nobody reads must fail, not wait.
-        fd = self._fd = os.open(
-            self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644
-        )
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        fd = self._fd = os.open(self.path, flags, 0o644)
         size = os.fstat(fd).st_size
         start = os.pread(fd, len(_HEADER), 0) if size else b""
         if start.startswith(_OLD_HEADER.encode()):
             raise ValueError("it is a log of an earlier release; name another file")
         if start and not start.startswith(_HEADER.encode()):
             raise ValueError("the file exists and is not a log of steps")
-        self._end = _end_of_lines(fd, size)
+        # The end of the last whole line. A crash may have torn the one after it.
+        tail = max(0, size - 4096)
+        self._end = tail + os.pread(fd, 4096, tail).rfind(b"\n") + 1
         os.ftruncate(fd, self._end)
         if not start:
             self._write(_HEADER)
@@ -198,11 +201,6 @@ class StepLog:
             raise OSError(f"wrote {written} of {len(data)} bytes; is the disk full?")
         self._end += len(data)
 
-    def _give_up(self, error: Exception) -> None:
-        self._given_up = True
-        self._close_file()
-        logger.warning("No more steps are logged to %s: %s", self.path, error)
-
     def _close_file(self) -> None:
         fd, self._fd = self._fd, None
         if fd is None:
@@ -211,13 +209,6 @@ class StepLog:
             os.close(fd)
         except OSError as error:
             logger.warning("Closing %s: %s", self.path, error)
-
-
-def _end_of_lines(fd: int, size: int) -> int:
-    """The end of the last whole line. A crash may have torn the one after it."""
-    longest = 4096
-    start = max(0, size - longest)
-    return start + os.pread(fd, longest, start).rfind(b"\n") + 1
 
 
 def read_steps(path: Path) -> Steps:
@@ -230,81 +221,63 @@ def read_steps(path: Path) -> Steps:
         InputError: the file cannot be read, or a line is not the record of a step.
     """
     columns: list[array[Any]] = [
-        array("d" if name in SECONDS else "q") for name in COLUMNS
+        array("d" if kind is float else "q") for kind in _KINDS
     ]
+    number = 1
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            for number, values in _rows(path, file):
-                try:
-                    for column, value in zip(columns, values, strict=True):
-                        column.append(value)
-                except OverflowError as error:
-                    raise InputError(f"{path}, line {number}: {error}.") from error
+            # Any other file may be one endless line.
+            is_old = _is_old(path, file.readline(len(_HEADER)))
+            for line in file:
+                number += 1
+                if not line.endswith("\n"):
+                    break
+                fields = line.split(",")
+                if is_old:
+                    fields[_ADDED_AT:_ADDED_AT] = ["0"] * _ADDED.count(",")
+                if len(fields) != len(COLUMNS):
+                    raise ValueError(f"{len(fields)} values instead of {len(COLUMNS)}")
+                for i, text in enumerate(fields):
+                    value = _KINDS[i](text)
+                    if not 0 <= value < math.inf:
+                        raise ValueError(
+                            f"{COLUMNS[i]}={value} must be a number of 0 or more"
+                        )
+                    columns[i].append(value)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}.") from error
-    steps: Steps = {
-        name: np.frombuffer(column, dtype=column.typecode) if column else _empty(column)
+    except (ValueError, OverflowError) as error:
+        raise InputError(f"{path}, line {number}: {error}.") from error
+    return {
+        name: np.array(column, dtype=column.typecode)
         for name, column in zip(COLUMNS, columns, strict=True)
     }
-    _check_values(path, steps)
-    return steps
 
 
-def _empty(column: array[Any]) -> NDArray[Any]:
-    return np.zeros(0, dtype=column.typecode)
+def _is_old(path: Path, header: str) -> bool:
+    """Whether this is the header of a log of the last release.
 
-
-def _rows(path: Path, file: TextIO) -> Iterator[tuple[int, list[int | float]]]:
-    """For each step, the number of its line in the file and its values."""
-    # Any other file may be one endless line.
-    header = file.readline(len(_HEADER))
-    if header == _OLD_HEADER:
-        warnings.warn(
-            f"{path}: the column {_OLD_NAME} of step logs is now called {_NEW_NAME}; the "
-            "old name works for one release.",
-            FutureWarning,
-            stacklevel=3,
-        )
-    elif header != _HEADER:
-        raise InputError(
-            f"{path}, line 1: this is not a log of steps, which starts with "
-            f"{','.join(COLUMNS[:3])},..."
-        )
-    first_float, added = COLUMNS.index(SECONDS[0]), COLUMNS.index("prefetched")
-    for number, line in enumerate(file, start=2):
-        if not line.endswith("\n"):
-            return
-        fields = line.split(",")
-        if header == _OLD_HEADER:
-            fields[added:added] = ["0"] * 3
-        if len(fields) != len(COLUMNS):
-            raise InputError(
-                f"{path}, line {number}: {len(fields)} values instead of "
-                f"{len(COLUMNS)}."
-            )
-        try:
-            values: list[int | float] = [int(each) for each in fields[:first_float]]
-            values += [float(each) for each in fields[first_float:]]
-        except ValueError as error:
-            raise InputError(f"{path}, line {number}: {error}.") from error
-        yield number, values
-
-
-def _check_values(path: Path, steps: Steps) -> None:
-    for name, values in steps.items():
-        wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
-        if len(wrong):
-            raise InputError(
-                f"{path}, line {wrong[0] + 2}: {name}={values[wrong[0]]} must be a "
-                "number of 0 or more."
-            )
+    Raises:
+        ValueError: it is that of no log of steps.
+    """
+    if header == _HEADER:
+        return False
+    if header != _OLD_HEADER:
+        start = ",".join(COLUMNS[:3])
+        raise ValueError(f"this is not a log of steps, which starts with {start},...")
+    warnings.warn(
+        f"{path}: the column {_OLD_NAME} of step logs is now called {_NEW_NAME}; the "
+        "old name works for one release.",
+        FutureWarning,
+        stacklevel=3,
+    )
+    return True
 
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """Totals over many steps.
+    """Totals over many steps, of all sides.
 
-    prefill_tokens, decode_tokens: of all sides.
     max_kv_tokens: most KV that running requests held at once, with shared prefixes
         counted once.
     ratio_spread: see :func:`summarize`.
@@ -353,16 +326,12 @@ def summarize(steps: Steps) -> StepSummary:
         compute_s=float(steps["compute_s"].sum()),
         memory_s=float(steps["memory_s"].sum()),
         ratio_spread=_ratio_spread(steps["compute_s"], steps["memory_s"]),
-        admissions=_counted(steps["admission"]),
+        admissions={
+            reason.name.lower(): count
+            for reason in Admission
+            if (count := int(np.count_nonzero(steps["admission"] == reason)))
+        },
     )
-
-
-def _counted(admission: NDArray[np.int64]) -> dict[str, int]:
-    return {
-        reason.name.lower(): count
-        for reason in Admission
-        if (count := int(np.count_nonzero(admission == reason)))
-    }
 
 
 def _ratio_spread(compute: NDArray[np.float64], memory: NDArray[np.float64]) -> float:
@@ -382,8 +351,8 @@ PER_KIND = 6
 
 
 class KeptSamples:
-    """The last :data:`PER_KIND` steps of each kind: of about as many tokens, rows and KV, with
-    and without requests that arrive or end, after prompts and not."""
+    """The last :data:`PER_KIND` steps of each kind: of about as many tokens, rows and KV,
+    with and without requests that arrive or end, after prompts and not."""
 
     def __init__(self, samples: Iterable[StepSample] = ()) -> None:
         self._kinds: dict[tuple[int, ...], deque[StepSample]] = {}
@@ -428,8 +397,8 @@ class StepSamples:
 
         Args:
             now: a clock's seconds.
-            step: its work, with 0 seconds. None for a step that is not like others,
-                and times around it are not kept.
+            step: its work, with 0 seconds. None for a step that is not like others, and
+                times around it are not kept.
             requests: half of those that arrived or ended in that time.
         """
         self._steps.append(step)

@@ -10,26 +10,24 @@ from batch_runs import BatchJob, BatchRun, JobRequest, long_job, random_job
 from length_lists import LONGEST
 
 from sglang_batch.planner.kv_lengths.batch_state import (
+    BATCH_SHARE,
     CHECK_TICKS,
     GROUPS,
+    MIN_ROWS,
     TREE,
     LengthBatches,
     RunningRows,
     add,
     come_back,
     is_of_old_batch,
+    is_parked,
     join,
     leave,
     make_batches,
     num_waiting,
+    propose,
     remove,
     tick,
-)
-from sglang_batch.planner.kv_lengths.batch_switch import (
-    BATCH_SHARE,
-    MIN_ROWS,
-    is_parked,
-    propose,
     wants_switch,
 )
 from sglang_batch.planner.kv_lengths.length_groups import BatchLaw

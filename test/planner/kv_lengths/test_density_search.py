@@ -10,17 +10,15 @@ import pytest
 from length_lists import LONGEST, State, TreeOf, algorithm_1, random_states, waiting_of
 
 from sglang_batch.planner.kv_lengths.batch_state import (
-    TREE,
-    RunningRows,
-    add,
-    join,
-    make_batches,
-)
-from sglang_batch.planner.kv_lengths.batch_switch import (
     BATCH_SHARE,
     MIN_ROWS,
+    TREE,
     LengthRange,
+    RunningRows,
+    add,
     density_first_search,
+    join,
+    make_batches,
     propose,
 )
 from sglang_batch.planner.kv_lengths.length_groups import BatchLaw

@@ -20,10 +20,10 @@ from sglang_batch.planner.kv_lengths.batch_state import (
     join,
     make_batches,
     num_waiting,
+    propose,
     remove,
     tick,
 )
-from sglang_batch.planner.kv_lengths.batch_switch import propose
 from sglang_batch.planner.kv_lengths.length_groups import BatchLaw
 from sglang_batch.planner.kv_lengths.length_tree import NONE
 

@@ -25,6 +25,8 @@ from ..costs.cost_model import overlapped
 _PACE_DOWN = 0.02
 _PACE_UP = 0.001
 MIN_PACE = 0.3
+# Factor by which a step may exceed its target while no request of the right side decodes.
+RAMP = 1.5
 # Share of the KV cache that steps read at most if compute is nearly all of the work, and how
 # much more they may read at a density of 1.
 _LEAST_FULL = 0.35

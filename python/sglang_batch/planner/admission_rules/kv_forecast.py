@@ -175,6 +175,34 @@ def peak(forecast: KvForecast, now: int, kv: int, remaining: int) -> int:
     return int(highest + forecast.short[0]) * page_size
 
 
+@jit_in_place
+def growth(own: int, steps: int, est_steps: int, waits: int) -> tuple[int, int]:
+    """A request's KV in tokens as if it grew from now on, and its steps to the end.
+
+    Args:
+        own: tokens of its prompt behind shared prefixes.
+        steps: decode steps so far, and ``est_steps`` by the estimate.
+        waits: 1 if it grows a step later: its prompt is computed first.
+    """
+    return own + steps - waits, max(est_steps - steps, 1) + waits
+
+
+@jit_in_place
+def fits(
+    forecast: KvForecast, now: int, kv: int, remaining: int, others: int, most: float
+) -> bool:
+    """Whether a new request fits into ``most`` tokens of KV until it ends.
+
+    The rule of admission of the scheduler and of the simulator.
+
+    Args:
+        kv, remaining: as of :func:`peak`.
+        others: tokens besides the forecast: shared prefixes that will be in use, and those
+            that have to stay free.
+    """
+    return bool(peak(forecast, now, kv, remaining) + others <= most)
+
+
 # The same for the KV cells of a dense batch, which are rows times the longest of them.
 #
 # All rows grow by one token a step. Between two ends only the width changes, and it grows,

@@ -1,8 +1,9 @@
-"""The cost of a decode step by the lengths of its rows, and the groups of lengths that cost least.
+"""The cost of a decode step by the lengths of its rows, and the groups of lengths that cost
+least.
 
-In a padded batch a row costs as much as the longest. Batches of few lengths waste nothing on
-padding, but each takes steps of its own, and a step reads all weights. The cheapest way to
-divide the lengths of a job is found exactly, over buckets of lengths.
+In a padded batch a row costs as much as the longest. Batches of few lengths waste nothing
+on padding, but each takes steps of its own, and a step reads all weights. The cheapest way
+to divide the lengths of a job is found exactly, over buckets of lengths.
 """
 
 from __future__ import annotations
@@ -59,7 +60,6 @@ def parking_pays(row_share: float, *, padded: bool) -> bool:
 
 @jit_in_place
 def step_s(law: BatchLaw, rows: float, total: float, longest: float) -> float:
-    """Seconds of a decode step."""
     read = tokens_read(total, longest, rows, law.row_share, law.padded)
     return max(law.weight_s + law.read_s * read, 1e-30)
 

@@ -1,10 +1,8 @@
-"""Waiting requests by the length of their KV, in a quad-tree.
+"""Waiting requests by the length of their KV, in the quad-tree of AlignedServe (section 3.3).
 
-The tree is AlignedServe's (section 3.3): the root has the lengths 1 to 65,536, each node
-a quarter of the lengths of the node above, and a leaf one length. Longer requests are in
-the last leaf. Each node counts its requests and their tokens, and knows since when the
-first of them waits (section 3.5). The requests of a leaf are in the order in which they
-came.
+The root has the lengths 1 to 65,536, each node a quarter of those of the node above, and a
+leaf one length. Longer requests are in the last leaf. The requests of a leaf are in the order
+in which they came.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ class LengthTree(NamedTuple):
     """The tree, and for each request its place in it.
 
     nodes: int64 ``[nodes, 3]``: the requests below, their tokens, and the tick since
-        when the first of them waits.
+        when the first of them waits (section 3.5).
     first, last: int32 ``[MAX_LENGTH]``, requests of each leaf.
     before, after: int32 ``[n]``, neighbours in a leaf.
     length: int32 ``[n]``, the length by which a request is in the tree, 0 if it is not.
@@ -115,7 +113,6 @@ def insert(tree: LengthTree, i: int, length: int, tokens: int, now: int) -> None
 
 @jit_in_place
 def take_out(tree: LengthTree, i: int) -> None:
-    """Remove a request that is in the tree."""
     leaf = tree.length[i] - 1
     before, after = tree.before[i], tree.after[i]
     if before == NONE:
@@ -150,58 +147,36 @@ def take_out_first(tree: LengthTree, length: int, number: int) -> None:
 @jit_in_place
 def longest_up_to(tree: LengthTree, length: int) -> int:
     """The longest length of a request that is at most ``length``, 0 if there is none."""
-    nodes = tree.nodes
-    if length < 1 or nodes[0, COUNT] == 0:
-        return 0
-    node = LEAVES + min(length, MAX_LENGTH) - 1
-    if nodes[node, COUNT] > 0:
-        return int(node - LEAVES + 1)
-    while node > 0:
-        first = 4 * _above(node) + 1
-        node -= 1
-        while node >= first and nodes[node, COUNT] == 0:
-            node -= 1
-        if node >= first:
-            break
-        node = _above(first)
-    if node <= 0:
-        return 0
-    while node < LEAVES:
-        node = 4 * node + 4
-        while nodes[node, COUNT] == 0:
-            node -= 1
-    return int(node - LEAVES + 1)
+    return 0 if length < 1 else _nearest(tree, min(length, MAX_LENGTH), -1)
 
 
 @jit_in_place
 def shortest_from(tree: LengthTree, length: int) -> int:
     """The shortest length of a request that is at least ``length``, 0 if there is none."""
+    return 0 if length > MAX_LENGTH else _nearest(tree, max(length, 1), 1)
+
+
+@jit_in_place
+def _nearest(tree: LengthTree, length: int, step: int) -> int:
+    """The first length with a request from ``length`` on, upwards (1) or downwards (-1)."""
     nodes = tree.nodes
-    if length > MAX_LENGTH or nodes[0, COUNT] == 0:
-        return 0
-    node = LEAVES + max(length, 1) - 1
-    if nodes[node, COUNT] > 0:
-        return int(node - LEAVES + 1)
-    while node > 0:
-        last = 4 * _above(node) + 4
-        node += 1
-        while node <= last and nodes[node, COUNT] == 0:
-            node += 1
-        if node <= last:
-            break
-        node = _above(last)
-    if node <= 0:
-        return 0
+    node = LEAVES + length - 1
+    while nodes[node, COUNT] == 0:
+        # To the next node beside it, or else beside the node above.
+        while node > 0 and (node - 1) % 4 == (3 if step > 0 else 0):
+            node = _above(node)
+        if node == 0:
+            return 0
+        node += step
     while node < LEAVES:
-        node = 4 * node + 1
+        node = 4 * node + (1 if step > 0 else 4)
         while nodes[node, COUNT] == 0:
-            node += 1
+            node += step
     return int(node - LEAVES + 1)
 
 
 @jit_in_place
 def count_up_to(tree: LengthTree, length: int) -> int:
-    """Requests of a length of at most ``length``."""
     nodes = tree.nodes
     if length >= MAX_LENGTH:
         return int(nodes[0, COUNT])

@@ -4,7 +4,7 @@
 length, and the longest should begin first. Requests with a common prefix stay together, since
 its keys and values are kept for the next of them only.
 
-With ``length-tree`` and ``length-aligned``, ``kv_lengths.batch_switch`` chooses among the
+With ``length-tree`` and ``length-aligned``, ``kv_lengths.batch_state`` chooses among the
 requests that wait while the job runs. These orders decide which requests belong together, and
 in which order the engine learns of them. ``length-tree`` is AlignedServe's: every request
 counts by its own length.

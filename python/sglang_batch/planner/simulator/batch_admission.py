@@ -1,6 +1,6 @@
 """Admission in the simulator where the lengths of rows matter.
 
-Requests join in batches of similar KV length, which ``kv_lengths.batch_switch`` forms. In
+Requests join in batches of similar KV length, which ``kv_lengths.batch_state`` forms. In
 a dense engine, the KV is the rows times the longest of them, whatever the order.
 """
 
@@ -15,12 +15,14 @@ from ..kv_lengths.batch_state import (
     add,
     come_back,
     is_of_old_batch,
+    is_parked,
     join,
     leave,
     num_waiting,
+    propose,
     remove,
+    wants_switch,
 )
-from ..kv_lengths.batch_switch import is_parked, propose, wants_switch
 from ..requests import LEFT
 from . import prefix_cache as prefix
 from .engine_state import (

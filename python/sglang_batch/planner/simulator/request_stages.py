@@ -563,8 +563,7 @@ def growth(sim: Sim, i: int, generated: int, est_decode_steps: int) -> tuple[int
     begins to grow in the step after that which computes its prompt."""
     r = sim.requests[i]
     waits = 1 if sim.engine.as_sglang and r.event == NONE else 0
-    remaining = max(est_decode_steps - generated, 1)
-    return r.own + generated - waits, remaining + waits
+    return kv.growth(r.own, generated, est_decode_steps, waits)
 
 
 @jit_in_place

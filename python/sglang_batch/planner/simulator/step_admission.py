@@ -1,8 +1,9 @@
 """Admission to a step of the simulator, and the prompt tokens computed in it.
 
-The rule is that of ``scheduling.step_filling``, for compiled rows of arrays in place of
-objects. Both share the parts that are numbers: ``planner.admission_rules`` has the
-forecast of KV, the dual scanner and how many followers are looked past.
+The order of the questions is that of ``scheduling.next_step``, whose requests are objects of a
+running engine, with rows, pages, chunks and adapters. Here they are compiled rows of arrays.
+So the two share the rules that are numbers, which are in ``planner.admission_rules``: whether
+KV fits, the dual scanner's budgets, and how many followers are looked past.
 
 Functions that compute prompts return the tokens computed and the seconds of attention.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from ..admission_rules import kv_forecast as kv
 from ..admission_rules.dual_scanner import (
+    RAMP,
     ScanBudgets,
     ScanState,
     budgets,
@@ -40,8 +42,6 @@ from .request_stages import (
 # A request that did not fit is tried again when a request has ended, or after this many
 # steps, because the budgets change slowly.
 _RETRY_STEPS = 32
-# Factor by which a step may exceed its target when no request of the right decodes.
-_RAMP = 1.5
 
 
 @jit_in_place
@@ -70,8 +70,9 @@ def _kv_fits(sim: Sim, i: int, reserved: int) -> bool:
         if not has_room(sim.engine.second, held, units, number, state.margin):
             return False
     held, remaining = growth(sim, i, r.generated, steps)
-    peak = kv.peak(sim.forecast, state.clock, held, remaining) + locked
-    return bool(peak + reserved <= sim.engine.kv_capacity * (1.0 - state.margin))
+    most = sim.engine.kv_capacity * (1.0 - state.margin)
+    others = locked + reserved
+    return bool(kv.fits(sim.forecast, state.clock, held, remaining, others, most))
 
 
 @jit_in_place
@@ -422,7 +423,7 @@ def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
     done, attention = _prefill_right(sim, allowed, tokens, right, limit, left_blocked)
     alone = sim.sides[RIGHT].decoding == 0
     if alone and done == 0:
-        tokens = max(int(tokens * _RAMP), least)
+        tokens = max(int(tokens * RAMP), least)
         if sim.engine.as_sglang:
             done, attention = compute_begun(sim, min(limit, tokens))
     tokens = min(limit, tokens) - done

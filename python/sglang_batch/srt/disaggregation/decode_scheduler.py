@@ -55,7 +55,7 @@ class DecodePlanScheduler(PlanScheduler):
         online: OnlineQueue,
         reception: Reception,
     ) -> None:
-        super().__init__(scheduler, jobs, kv_manager, online)
+        super().__init__(scheduler, jobs, kv_manager, online, scheduler.hooks)
         self._reception = reception
 
     def _not_running(
@@ -75,7 +75,8 @@ class DecodePlanScheduler(PlanScheduler):
         self._kv_manager.make_room_for_decodes(running_batch)
         running_batch = self._join_online(running_batch)
         running_batch = self._kv_manager.resume(running_batch)
-        self._kv_manager.park(running_batch)
+        for hook in self._hooks:
+            hook.before_choice(running_batch)
         if not self._nobody_can_join(running_batch):
             choice = self._choose_from_jobs(running_batch, [])
             running_batch = self._kv_manager.join(running_batch, choice.from_host)

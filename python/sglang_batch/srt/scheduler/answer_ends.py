@@ -1,12 +1,13 @@
 """When a request ends besides SGLang's own rules: by stop rules, and by grammars.
 
-SGLang calls ``update_finish_state`` of a request after each of its steps. For a request with
-stop rules, and for no other, that call also asks the rules. A cut answer is released by SGLang
-as after a stop string: before the next step, and with the tokens behind the end of a step of several.
+SGLang calls ``update_finish_state`` of a request after each of its steps. For a request
+with stop rules, that call also asks the rules. A cut answer is released by SGLang as after
+a stop string: before the next step, and with the tokens behind the end of a step of
+several.
 
-A grammar may allow no token: after ``root ::= root``, for example, none may follow. SGLang's
-sampler then finds no token with a probability above 0, and its scheduler dies with the
-requests of everyone. Here only the request with that grammar fails.
+A grammar may allow no token: after ``root ::= root``, for example, none may follow.
+SGLang's sampler then finds no token with a probability above 0, and its scheduler dies with
+the requests of everyone. Here only the request with that grammar fails.
 """
 
 from __future__ import annotations

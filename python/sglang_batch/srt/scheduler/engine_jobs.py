@@ -1,9 +1,4 @@
-"""The jobs of one scheduler in its engine.
-
-:class:`EngineJobs` has everything that the parts of a scheduler share: its open jobs, the KV
-that their requests hold, the pins of their prefixes, the record of the step, and the
-registry that finds the job of each request from its arrival to its end.
-"""
+"""The jobs of one scheduler in its engine."""
 
 from __future__ import annotations
 
@@ -17,10 +12,15 @@ from sglang.srt.runtime_context import get_parallel, get_spec
 from ...planner.machine_model import of_states, of_windows
 from ...request import parse_request_id
 from ...scheduling.adapter_slots import AdapterSlots
-from ...scheduling.decode_clock import MicroBatches, TokenClock
+from ...scheduling.backlog import Backlog, BacklogMaker
 from ...scheduling.job_plan import JobPlan
 from ...scheduling.job_state import JobState
-from ...scheduling.kv_accounting import BoundedPool, KvAccounting
+from ...scheduling.kv_accounting import (
+    BoundedPool,
+    KvAccounting,
+    MicroBatches,
+    TokenClock,
+)
 from ...scheduling.open_jobs import CommonPrefixes, OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import Req
@@ -36,12 +36,11 @@ Known = tuple[JobState | None, ScheduledRequest]
 
 
 class EngineJobs:
-    """The jobs of one scheduler, and what its parts know of them.
+    """The jobs of one scheduler, and everything that its parts share.
 
     Args:
         scheduler: SGLang's, once its cache and memory pools are ready.
-        offloader: None where KV cannot be moved to the host. SGLang then retracts
-            requests.
+        offloader: None where KV cannot be moved to the host. SGLang then retracts requests.
         reports: where the record of each step goes.
         decode_only: whether other servers compute all prompts.
 
@@ -55,7 +54,8 @@ class EngineJobs:
         pinned: the prefixes that are kept for later requests.
         prefixes: the prefixes that leaders compute for followers.
         adapters: None for a server without adapters.
-        registry: finds the job of each request.
+        make_backlog: makes the backlogs of the jobs that are opened.
+        registry: finds the job of each request, from its arrival to its end.
         page_size: tokens of a page of KV.
         step_tokens: most tokens in a step, of prompts and decodes together.
     """
@@ -103,6 +103,7 @@ class EngineJobs:
         self.prefixes = SharedPrefixes(cache, self.pinned)
         self.recorder = StepRecorder(self.open, self.kv_accounting, cache, reports)
         self.adapters: AdapterSlots | None = None
+        self.make_backlog: BacklogMaker = Backlog.of
         self.registry = RequestRegistry(self)
         ends = self.registry.leading_ends
         if cache.supports_mamba():
@@ -114,6 +115,7 @@ class RequestRegistry:
     """Opens and closes jobs, and records the arrival and end of each request."""
 
     def __init__(self, jobs: EngineJobs) -> None:
+        self._engine = jobs
         self._jobs = jobs.open
         self._common = CommonPrefixes(
             jobs.open, lambda req, ends: Prompt.of(req).digests(ends)
@@ -138,17 +140,14 @@ class RequestRegistry:
     def open(
         self, job_id: str, plan: JobPlan, names: Sequence[str] = (), first: int = 0
     ) -> int:
-        """Open a job, or give it a new plan.
+        """Open a job, or give it a new plan, and return the number of its requests here.
 
-        A plan of an open job may cover other requests than the last one. Usually these
-        are more, because the job is planned while its prompts are still being read.
+        A plan of an open job may cover other requests than the last one. Usually these are
+        more, because the job is planned while its prompts are still being read.
 
         Args:
-            names: ids of its requests from number ``first`` on. Other requests of the
-                job are known by ids of ours.
-
-        Returns:
-            The number of its requests here.
+            names: ids of its requests from number ``first`` on. Other requests of the job
+                are known by ids of ours.
         """
         self._named.update({name: (job_id, i) for i, name in enumerate(names, first)})
         self._announced[job_id] = plan
@@ -168,9 +167,7 @@ class RequestRegistry:
                 job_id,
                 plan,
                 self._page_size,
-                rows=self._kv_accounting.running_rows,
-                capacity=self._kv_accounting.capacity,
-                host_room=lambda: self._kv_accounting.host_room,
+                self._engine.make_backlog,
             )
             self._jobs.add(job)
             self._common.opened(job)
@@ -212,11 +209,8 @@ class RequestRegistry:
         self._drop_if_done(job)
 
     def close(self, job_id: str) -> int:
-        """No more requests of a job will arrive. Those that are here continue.
-
-        Returns:
-            The number of requests that are here.
-        """
+        """No more requests of a job will arrive. Those that are here continue. Returns
+        their number."""
         self._announced.pop(job_id, None)
         job = self._jobs.get(job_id)
         if job is None:
@@ -253,7 +247,9 @@ class RequestRegistry:
                 job.backlog.add(request)
                 self._recorder.retracted += 1
             return True
-        job_id, number, part = self._parse(req.rid)
+        named = self._named.pop(req.rid, None)
+        parsed = parse_request_id(req.rid) if named is None else (*named, 0)
+        job_id, number, part = parsed
         job = self._jobs.get(job_id)
         if job is None:
             return False
@@ -271,11 +267,6 @@ class RequestRegistry:
         self._known[req.rid] = (job, request)
         self._common.note(job, request)
         return True
-
-    def _parse(self, rid: str) -> tuple[str, int, int]:
-        """Job, number and part of a request that arrives."""
-        named = self._named.pop(rid, None)
-        return parse_request_id(rid) if named is None else (*named, 0)
 
     def of_job(self, req: Req) -> bool:
         """Whether a request, which may still be to arrive, belongs to an open job."""
@@ -312,12 +303,8 @@ class RequestRegistry:
     def not_running(
         self, rid: str, *, everything: bool
     ) -> list[tuple[JobState, ScheduledRequest]]:
-        """Requests of jobs that wait or are offloaded.
-
-        Args:
-            rid: the id of one request, or else the start of the ids of several.
-            everything: all of them, whatever ``rid`` is.
-        """
+        """Requests of jobs that wait or are offloaded: that with the id ``rid``, or else
+        all whose ids start like this, or ``everything``."""
         if not everything and rid in self._known:
             rids = [rid]
         else:
@@ -339,11 +326,8 @@ class RequestRegistry:
         self._kv_accounting.remove(request)
 
     def released(self, req: Req, checkpointed: bool) -> None:
-        """A request gave its KV back: it ended, or SGLang retracted or aborted it.
-
-        Args:
-            checkpointed: whether the tree keeps the KV that it computed.
-        """
+        """A request gave its KV back: it ended, or SGLang retracted or aborted it. The tree
+        keeps the KV that it computed if it was ``checkpointed``."""
         known = self._known.get(req.rid)
         if known is None:
             return
@@ -422,9 +406,7 @@ def draft_slots() -> int:
 
 def leave_room_for_drafts(scheduler: Any) -> None:
     """Have an answer end before its request and its drafts have no room left, even alone.
-
-    SGLang counts no drafts there, and would end the request with an error.
-    """
+    SGLang counts no drafts there, and would end the request with an error."""
     if not draft_slots():
         return
     page = int(scheduler.page_size)

@@ -76,7 +76,6 @@ class MarkedScheduler(Scheduler):  # type: ignore[misc]
         )
 
     def _timed_steps(self, message: StepsQuery) -> StepsQueryOutput:
-        """SGLang's own scheduler times no steps."""
         return StepsQueryOutput(samples=[])
 
     def _reqs(self) -> Iterable[Req]:

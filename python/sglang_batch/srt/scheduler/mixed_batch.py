@@ -1,15 +1,10 @@
 """Steps with prompts in which the running requests decode, too.
 
-SGLang mixes a batch of prompts with the running one, but not if any of their requests
-wants log probabilities: ``ScheduleBatch.mix_with_running`` asks for those of each
-decode's input token, and the batch does not say which tokens to take. They are not
-wanted: the last step gave them as those of its output. Log probabilities that begin
-after the only input token of a row are none, and those of the output are computed of
-all rows alike. So such batches are mixed here.
-
-Beams have further rows while they decode, and no step mixes those with prompts.
-(Nor does SGLang mix prompts that are embeddings, which it takes only without a prefix
-cache.)
+SGLang does not mix a batch of prompts with the running one if any of their requests wants
+log probabilities: it would ask for those of each decode's input token, and the batch does
+not say which tokens to take. They are not wanted: the last step gave them as those of its
+output. Those that begin after the only input token of a row are none, so such batches are
+mixed here. Beams have further rows while they decode, and no step mixes those with prompts.
 """
 
 from __future__ import annotations
@@ -32,7 +27,6 @@ def num_rows(req: Req) -> int:
 
 
 def can_mix(scheduler: MixingScheduler, running_batch: ScheduleBatch) -> bool:
-    """Whether the running requests can decode in a step with prompts."""
     if not scheduler.is_mixed_chunk:
         return False
     if not scheduler.beam_coordinator._num_live_groups:
@@ -75,11 +69,8 @@ class StepsApart:
     """Gives prompts and decodes steps of their own where a mixed step would take longer.
 
     By the costs of the open jobs' plan, which all ranks have: see
-    :func:`~sglang_batch.planner.costs.cost_model.mixing_loss_s`. After prompts alone, the next step
-    decodes alone, unless a prompt is only partly computed.
-
-    Attributes:
-        num_apart: steps of prompts alone so far, for this reason.
+    ``planner.costs.cost_model.mixing_loss_s``. After prompts alone, the next step decodes
+    alone, unless a prompt is only partly computed.
     """
 
     def __init__(
@@ -89,7 +80,6 @@ class StepsApart:
         self._jobs = jobs
         self._kv_accounting = kv_accounting
         self._decodes_owed = False
-        self.num_apart = 0
 
     def decodes_now(self, running_batch: ScheduleBatch) -> bool:
         """Whether this step decodes alone, since the last one left that out."""
@@ -113,7 +103,6 @@ class StepsApart:
         finally:
             scheduler.is_mixed_chunk = True
         self._decodes_owed = True
-        self.num_apart += 1
 
     def mixing_loses(self, prompt_tokens: int, rows: int) -> bool:
         """Whether so many tokens of prompts would be computed before ``rows`` decode."""
@@ -129,11 +118,8 @@ class StepsApart:
 
 
 class FastMembership(list[Req]):
-    """A list of requests that can tell in constant time whether it holds one.
-
-    SGLang asks this for each request of a mixed step, which would otherwise take time
-    quadratic in their number.
-    """
+    """A list of requests that tells in constant time whether it holds one. SGLang asks this
+    for each request of a mixed step."""
 
     def __init__(self, reqs: list[Req]) -> None:
         super().__init__(reqs)

@@ -27,6 +27,7 @@ class OnlineQueue:
         self._jobs = jobs.open
         self._registry = jobs.registry
         self._kv_accounting = jobs.kv_accounting
+        self._in_pages = jobs.kv_accounting.in_pages
         self._kv_manager = kv_manager
         self._pinned = jobs.pinned
         self._adapters = jobs.adapters
@@ -38,11 +39,8 @@ class OnlineQueue:
         self._in_vain: tuple[str, int] | None = None
 
     def ready(self, running_batch: ScheduleBatch) -> tuple[list[Req], list[Req]]:
-        """Online requests that join now, and those that wait.
-
-        Those that join count as running. Requests of jobs have been offloaded for them
-        where necessary.
-        """
+        """Online requests that join now, and those that wait. Those that join count as
+        running, and requests of jobs have been offloaded for them where necessary."""
         queue = self._scheduler.waiting_queue
         ready: list[Req] = []
         if not queue:
@@ -57,7 +55,8 @@ class OnlineQueue:
                 break
             if not self._fits(running_batch, request, rows):
                 # Do not offload in vain in every step.
-                state = (req.rid, self._num_running())
+                running = self._kv_accounting.requests
+                state = (req.rid, sum(each.side == ONLINE for each in running))
                 if state == self._in_vain:
                     break
                 self._make_room(running_batch, request, rows)
@@ -67,20 +66,21 @@ class OnlineQueue:
             self._registry.join_online(request)
             ready.append(req)
             rows += request.rows
-        if ready and self._needs_chunks(ready[0], running_batch):
+        if ready:
+            length = len(ready[0].origin_input_ids) + len(ready[0].output_ids)
             # SGLang computes one prompt in chunks at a time. Online requests are served
             # first come, first served, but none waits for the prompt of a job.
-            self._requeue_chunk(running_batch)
+            if self._in_pages(length) > self._most_tokens(running_batch):
+                self._requeue_chunk(running_batch)
         return ready, queue[len(ready) :]
 
     def make_room_for_chunk(self, running_batch: ScheduleBatch) -> bool:
-        """Make room for an online prompt that is partly computed.
-
-        There was room when it joined, but decodes may have begun pages since.
+        """Make room for an online prompt that is partly computed: there was room when it
+        joined, but decodes may have begun pages since.
 
         Returns:
-            Whether the prompt can continue in this step. If no requests of jobs are left
-            to offload, it waits for running requests to end.
+            Whether the prompt can continue in this step. If no requests of jobs are left to
+                offload, it waits for running requests to end.
         """
         chunked = self._scheduler.chunked_req
         if chunked is None or not self._registry.is_online(chunked):
@@ -97,35 +97,27 @@ class OnlineQueue:
 
     def chunk_limit(self, ready: list[Req], running_batch: ScheduleBatch) -> int | None:
         """Tokens that a prompt in progress may take so that ``ready`` requests fit too.
-
-        Requests that need chunks themselves wait for its end. None for no limit.
-        """
+        Requests that need chunks themselves wait for its end. None for no limit."""
         most = self._most_tokens(running_batch)
         taken = 0
         for req in ready:
-            tokens = self._whole_pages(len(req.origin_input_ids) + len(req.output_ids))
+            tokens = self._in_pages(len(req.origin_input_ids) + len(req.output_ids))
             if taken + tokens + self._page_size > most:
                 break
             taken += tokens
-        return self._whole_pages(most - taken) if taken else None
+        return self._in_pages(most - taken) if taken else None
 
     def join_unseen(self, batch: ScheduleBatch) -> list[Req]:
-        """Register requests that SGLang admitted without :meth:`ready`, and return them.
-
-        Their grammar was compiled while SGLang built the batch.
-        """
+        """Register requests that SGLang admitted without :meth:`ready`, because their
+        grammar was compiled while SGLang built the batch, and return them."""
         unseen = [req for req in batch.reqs if self._registry.known(req) is None]
         for req in unseen:
             self._registry.join_online(_scheduled(req, on_host=self._on_host))
         return unseen
 
-    def _num_running(self) -> int:
-        return sum(each.side == ONLINE for each in self._kv_accounting.requests)
-
     def _fits(
         self, running_batch: ScheduleBatch, request: ScheduledRequest, rows: int
     ) -> bool:
-        """Whether a request can join with others that take ``rows``."""
         if self._kv_accounting.num_running == 0:
             return True
         if self._free_rows(running_batch) < rows + request.rows:
@@ -170,25 +162,17 @@ class OnlineQueue:
             self._kv_manager.requeue_chunk()
 
     def _drain(self, running_batch: ScheduleBatch) -> None:
-        """Process all results in flight."""
         if not self._drained:
             drain_results(self._scheduler)
             running_batch.filter_batch()
             running_batch.batch_is_full = False
             self._drained = True
 
-    def _needs_chunks(self, req: Req, running_batch: ScheduleBatch) -> bool:
-        length = len(req.origin_input_ids) + len(req.output_ids)
-        return self._whole_pages(length) > self._most_tokens(running_batch)
-
     def _most_tokens(self, running_batch: ScheduleBatch) -> int:
         """Prompt tokens in the next step, in whole pages."""
         page = self._page_size
         rows = len(running_batch.reqs) if self._scheduler.is_mixed_chunk else 0
         return max(page, (self._step_tokens - rows) // page * page)
-
-    def _whole_pages(self, tokens: int) -> int:
-        return -(-tokens // self._page_size) * self._page_size
 
 
 def _scheduled(req: Req, *, on_host: bool) -> ScheduledRequest:

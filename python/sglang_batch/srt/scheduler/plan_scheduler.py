@@ -18,7 +18,7 @@ A step:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -27,9 +27,8 @@ from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from ...planner.admission_rules.followers import WORTH_A_STATE
 from ...scheduling.job_state import JobState
-from ...scheduling.next_step import choose, put_back
+from ...scheduling.next_step import Choice, EngineNow, Filling, always, choose, put_back
 from ...scheduling.scheduled_request import ScheduledRequest
-from ...scheduling.step_filling import Choice, EngineNow, always
 from ...scheduling.step_record import Admission
 from ..compat.scheduler_types import (
     BuildPrefill,
@@ -44,6 +43,7 @@ from .kv.kv_manager import KvManager
 from .kv.token_counts import count_retracted
 from .mixed_batch import FastMembership, StepsApart, can_mix, has_decodes, num_rows
 from .online_queue import OnlineQueue
+from .step_hook import StepHook
 
 
 @dataclass(slots=True)
@@ -67,7 +67,6 @@ class _Step:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no batch to build."""
         if self.online:
             return False
         if self.chunked is not None:
@@ -84,6 +83,7 @@ class PlanScheduler:
         jobs: EngineJobs,
         kv_manager: KvManager,
         online: OnlineQueue,
+        hooks: Sequence[StepHook] = (),
     ) -> None:
         self._scheduler = scheduler
         self._jobs = jobs.open
@@ -101,15 +101,11 @@ class PlanScheduler:
         self._tokens = jobs.tokens
         self._step_tokens = jobs.step_tokens
         self._page_size = jobs.page_size
-        self._computed_ahead: list[ScheduledRequest] = []
+        self._hooks = hooks
 
     def abort(self, rid: str, *, everything: bool) -> list[Req]:
-        """Remove requests that wait or are offloaded, and return them to be answered.
-
-        Args:
-            rid: the id of one request, or else the start of the ids of several.
-            everything: all of them, whatever ``rid`` is.
-        """
+        """Remove requests that wait or are offloaded, and return them to be answered. For
+        the arguments see :meth:`RequestRegistry.not_running`."""
         taken = []
         for job, request in self._not_running(rid, everything=everything):
             self._kv_manager.drop(request)
@@ -140,25 +136,22 @@ class PlanScheduler:
         for request in self._micro_batches.begin_step():
             if not request.running or request.decoding:
                 continue
-            if request.prefills_ahead:
-                self._computed_ahead.append(request)
-            else:
+            if not any(hook.prompt_done(request) for hook in self._hooks):
                 self._kv_accounting.begin_decoding(request)
         self._kv_manager.decodes_fit = False
 
     def next_batch(
         self, running_batch: ScheduleBatch, build: BuildPrefill
     ) -> PrefillPlan:
-        """The next prefill batch, if there is one, and the running batch.
-
-        Args:
-            build: SGLang's ``get_new_batch_prefill``.
-        """
+        """The next prefill batch, if there is one, and the running batch. ``build`` is
+        SGLang's ``get_new_batch_prefill``."""
         self._prefixes.show_computed(self._scheduler.chunked_req)
-        self._let_wait_on_host(running_batch)
+        for hook in self._hooks:
+            hook.begin(running_batch)
         self._kv_manager.make_room_for_decodes(running_batch)
         running_batch = self._kv_manager.resume(running_batch)
-        self._kv_manager.park(running_batch)
+        for hook in self._hooks:
+            hook.before_choice(running_batch)
         now_decodes = self._apart.decodes_now(running_batch)
         if now_decodes:
             self._recorder.admission = Admission.DECODES_FIRST
@@ -175,21 +168,9 @@ class PlanScheduler:
         self._prefixes.step_built()
         return plan
 
-    def _let_wait_on_host(self, running_batch: ScheduleBatch) -> None:
-        """Move requests whose prompt was computed ahead to the host."""
-        if not self._computed_ahead:
-            return
-        for request in self._kv_manager.take_off(running_batch, self._computed_ahead):
-            self._kv_accounting.decode_after_all(request)
-            self._kv_accounting.begin_decoding(request)
-        self._computed_ahead.clear()
-
     def end_step(self, batch: ScheduleBatch | None) -> None:
-        """Record the batch of this step.
-
-        None if there is nothing to run. A batch without requests runs beside those of
-        other attention ranks.
-        """
+        """Record the batch of this step. None if there is nothing to run. A batch without
+        requests runs beside those of other attention ranks."""
         self._kv_manager.on_host.end_step()
         runs = batch is not None and bool(batch.reqs)
         decodes = self._micro_batches.end_step(
@@ -201,7 +182,8 @@ class PlanScheduler:
         done = self._recorder.record(
             len(self._kv_manager.on_host.first), decodes=decodes
         )
-        self._kv_manager.on_host.fetch(max(done.compute_s, done.memory_s))
+        for hook in self._hooks:
+            hook.step_decided(max(done.compute_s, done.memory_s))
         self._tick(decodes=decodes and self._tokens is None)
 
     def _tick(self, *, decodes: bool = True) -> None:
@@ -231,7 +213,6 @@ class PlanScheduler:
     # Choose ---------------------------------------------------------------------------
 
     def _choose(self, running_batch: ScheduleBatch) -> _Step | None:
-        """The requests of the next batch, or None if there is nothing to build."""
         if self._adapters is not None:
             self._adapters.begin_step()
         if self._nobody_can_join(running_batch):
@@ -335,14 +316,9 @@ class PlanScheduler:
         )
 
     def _restore_prefixes(self, choice: Choice, taken: int) -> bool:
-        """Put prefixes that chosen requests would compute back from the host.
-
-        Args:
-            taken: tokens of KV that others take in this step.
-
-        Returns:
-            Whether that leaves room in the step.
-        """
+        """Put prefixes that chosen requests would compute back from the host, where others
+        take ``taken`` tokens of KV in this step. Returns whether that leaves room in the
+        step."""
         saved = 0
         for request, part in zip(choice.requests, choice.parts, strict=True):
             job, _ = self._registry.known(request.req) or (None, request)
@@ -395,12 +371,16 @@ class PlanScheduler:
             idle_frees=len(self._jobs) == 1,
             host_room=self._pinned.host_room,
             chunk_room=self._chunk_room(left, taken, mixed=mixed),
-            ahead_tokens=self._kv_manager.on_host.ahead_tokens(),
-            is_near=self._kv_manager.on_host.is_near,
+            is_near=self._kv_manager.is_near,
             has_adapter=always if self._adapters is None else self._adapters.may_join,
             apart=lambda tokens: self._apart.mixing_loses(tokens, rows),
             next_stop=lambda request, begin: self._cache.next_stop(request.req, begin),
+            fill_rest=self._fill_rest,
         )
+
+    def _fill_rest(self, filling: Filling, limit: int) -> None:
+        for hook in self._hooks:
+            hook.fill_rest(filling, limit)
 
     def _chunk_room(self, left: int, taken: int, *, mixed: bool) -> int:
         """KV for the ``left`` tokens of a prompt in progress."""
@@ -417,7 +397,6 @@ class PlanScheduler:
     def _build(
         self, step: _Step, running_batch: ScheduleBatch, build: BuildPrefill
     ) -> PrefillPlan:
-        """Have SGLang build the batch of a step."""
         self._pinned.unpin_until_free(step.choice.room_needed)
         self._kv_manager.note_allocation()
         tokens = self._kv_accounting.in_pages(step.choice.page_tokens)
@@ -448,9 +427,8 @@ class PlanScheduler:
     ) -> Iterator[None]:
         """Offer SGLang the requests of a step and no others.
 
-        Its waiting queue, chunk size and chunk limit are replaced meanwhile. Afterwards
-        the queue holds the online requests that still wait, and
-        ``step.not_admitted`` names the requests that SGLang did not take.
+        Its waiting queue, chunk size and chunk limit are replaced meanwhile. Afterwards the
+        queue holds the online requests that still wait, and ``step.not_admitted`` is set.
         """
         scheduler = self._scheduler
         chunk_size = scheduler.chunked_prefill_size

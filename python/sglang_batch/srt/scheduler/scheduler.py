@@ -62,8 +62,8 @@ from ..compat.scheduler_types import (
 )
 from ..compat.support import found_limits
 from ..compat.tiers import ModelTier, Tier, model_tier
-from ..overlap.overlap_choice import overlap_by_default
 from .engine_jobs import EngineJobs, draft_slots, leave_room_for_drafts
+from .experimental import experimental_hooks
 from .kv.kv_manager import KvManager
 from .kv.offloading import KvOffloader, copies_kv, make_offloader, why_unsupported
 from .marked_scheduler import MarkedScheduler
@@ -161,16 +161,13 @@ class OfflineScheduler(MarkedScheduler):
         self.jobs = EngineJobs(
             self, offloader, self._step_reports(), decode_only=self.is_decode_only
         )
-        config = self.server_args.offline_config
-        self.kv_manager = KvManager(self, self.jobs, config.prefill_ahead_tokens)
+        self.kv_manager = KvManager(self, self.jobs)
         self.jobs.adapters = self._make_adapter_slots()
+        self.sharing = Sharing(self.tp_worker.model_runner, self.jobs.registry)
+        self.hooks = experimental_hooks(self)
         self.plan_scheduler = self._make_plan_scheduler(
             OnlineQueue(self, self.jobs, self.kv_manager)
         )
-        self.sharing = Sharing(self.tp_worker.model_runner, self.jobs.registry)
-        self.overlap = overlap_by_default(self)
-        if self.overlap is not None:
-            self.overlap.on_whole = self.sharing.show_nothing
         self.load_inquirer = dataclasses.replace(
             self.load_inquirer,
             get_waiting_queue=lambda: WaitingView(
@@ -194,7 +191,7 @@ class OfflineScheduler(MarkedScheduler):
         return found, offloader
 
     def _make_plan_scheduler(self, online: OnlineQueue) -> PlanScheduler:
-        return PlanScheduler(self, self.jobs, self.kv_manager, online)
+        return PlanScheduler(self, self.jobs, self.kv_manager, online, self.hooks)
 
     def _make_adapter_slots(self) -> AdapterSlots | None:
         """None for a server without adapters."""
@@ -255,13 +252,13 @@ class OfflineScheduler(MarkedScheduler):
             "admissions": self.jobs.recorder.admissions,
             **self.jobs.recorder.totals,
             **self.sharing.totals,
-            **(self.overlap.totals if self.overlap is not None else {}),
         }
+        for hook in self.hooks:
+            state |= hook.totals
         return state | {old: state[new] for old, new in _OLD_STATE_KEYS.items()}
 
     @property
     def _num_waiting(self) -> int:
-        """Requests of jobs that do not run, including offloaded ones."""
         return self.jobs.open.num_waiting + len(self.kv_manager.on_host.first)
 
     def _control(self, message: JobControl) -> JobControlOutput:
@@ -339,7 +336,7 @@ class OfflineScheduler(MarkedScheduler):
     def run_batch(
         self, batch: ScheduleBatch, *args: object, **kwargs: object
     ) -> object:
-        apart = self.overlap.announce(batch) if self.overlap is not None else 0
+        apart = sum(hook.before_forward(batch) for hook in self.hooks)
         if not self.sharing.backends:
             return super().run_batch(batch, *args, **kwargs)
         self.sharing.show(batch, apart)
@@ -389,7 +386,6 @@ class OfflineScheduler(MarkedScheduler):
         super().send_abort_output(abort_req, req)
 
     def _release_waiting(self, req: Req) -> None:
-        """Free the KV of an aborted request that waits or is offloaded."""
         self._release_aborted_request(req)
 
     def record_weight_version_change(self, new_version: str | None) -> None:
@@ -430,13 +426,9 @@ def _kv_use(jobs: EngineJobs) -> KvUse:
 
 
 def unload_others(manager: LoRAManager, needed: Collection[str | None]) -> None:
-    """Unload an adapter that nobody needs if the pool is full and one is still to be loaded.
-
-    SGLang would evict one that is not in the very next batch, and the model alone, which
-    takes a slot, after all adapters.
-
-    Args:
-        needed: ids of the adapters that are or will be in use. None is the model alone.
+    """Unload an adapter that is not among the ids ``needed``, where None is the model
+    alone, if the pool is full and one is still to be loaded. SGLang would evict one that is
+    not in the very next batch, and the model alone, which takes a slot, after all adapters.
     """
     pool = manager.memory_pool
     missing = sum(uid not in pool.uid_to_buffer_id for uid in needed)
@@ -444,21 +436,18 @@ def unload_others(manager: LoRAManager, needed: Collection[str | None]) -> None:
     for uid in list(pool.uid_to_buffer_id):
         if missing <= 0:
             return
-        if uid not in needed and not _is_pinned(manager, uid):
+        ref = manager.lora_refs.get(uid)
+        if uid not in needed and (ref is None or not ref.pinned):
             pool.remove_lora(uid)
             missing -= 1
-
-
-def _is_pinned(manager: LoRAManager, uid: str | None) -> bool:
-    ref = manager.lora_refs.get(uid)
-    return ref is not None and bool(ref.pinned)
 
 
 def compile_planner() -> None:
     """Takes seconds once per installation, then milliseconds, from a cache on disk."""
     forecast = kv_forecast.make_forecast(1)
     bucket = kv_forecast.add(forecast, 0, 1, 1)
-    kv_forecast.peak(forecast, 0, 1, 1)
+    kv_forecast.growth(1, 0, 1, 0)
+    kv_forecast.fits(forecast, 0, 1, 1, 0, 1.0)
     kv_forecast.remove(forecast, bucket, 1, 2)
     next_pace(1.0, False)
     times = 0.0, 1.0, 0.0, 1.0

@@ -1,13 +1,9 @@
 """Parts of SGLang's scheduler with a change of ours each.
 
 The prefill adder and the policy do not guess output lengths: the forecast of KV decides
-before which requests join, and the adder only checks and counts the prompt tokens whose KV
-is allocated in this step.
-
-The streamer and the result processor leave out calls that do nothing. With a thousand
-requests running, SGLang spends most of a step's host time in calls for each of them. For
-nearly all requests of an offline server, two of these calls have no effect. They are skipped
-where that is certain.
+before which requests join. The streamer and the result processor leave out calls that have
+no effect. With a thousand requests running, SGLang spends most of a step's host time in
+calls for each of them.
 """
 
 from __future__ import annotations
@@ -34,13 +30,10 @@ from ..compat.scheduler_types import LogitsOutput, Req, ScheduleBatch
 class OfflineOutputStreamer(SchedulerOutputStreamer):  # type: ignore[misc]
     """SGLang's streamer, given only the requests of which something is sent.
 
-    An answer that is not streamed is sent when it is complete. SGLang also sends the
-    incomplete answer every ``SGLANG_FORCE_STREAM_INTERVAL`` tokens. This is kept for
-    online requests. Nobody reads incomplete answers of a job, and where many of its
+    SGLang sends an answer that is not streamed when it is complete, and what there is of it
+    every ``SGLANG_FORCE_STREAM_INTERVAL`` tokens. The latter is kept for online requests
+    (``is_online``). Nobody reads incomplete answers of a job, and where many of its
     requests began together, one step would have to send all of them.
-
-    Attributes:
-        is_online: whether a request belongs to no job.
     """
 
     __slots__ = ("is_online",)
@@ -68,17 +61,13 @@ class OfflineOutputStreamer(SchedulerOutputStreamer):  # type: ignore[misc]
 
 class OfflineResultProcessor(SchedulerBatchResultProcessor):  # type: ignore[misc]
     """SGLang's processor. For a request that keeps decoding, it only stores customized
-    info.
-
-    SGLang's further work there is for models with state besides KV, and for prefill and
-    decode on different machines. Both are refused at startup.
-    """
+    info: further work there is for models with state besides KV, and for prefill and decode
+    on different machines."""
 
     __slots__ = ()
 
     @classmethod
     def like(cls, stock: SchedulerBatchResultProcessor) -> OfflineResultProcessor:
-        """One with the same parts."""
         return cls(**{each.name: getattr(stock, each.name) for each in fields(stock)})
 
     def _handle_finish_state_updated_req(
@@ -101,10 +90,7 @@ class OfflineResultProcessor(SchedulerBatchResultProcessor):  # type: ignore[mis
 
 class OfflinePrefillAdder(PrefillAdder):  # type: ignore[misc]
     """Checks and charges KV for prompt tokens only, and cuts prompts where states are kept.
-
-    Attributes:
-        chunked_req_limit: SGLang's, tokens that the prompt in progress may take.
-    """
+    ``chunked_req_limit`` is SGLang's, the tokens that the prompt in progress may take."""
 
     chunked_req_limit: int | None
 
@@ -169,12 +155,8 @@ class OfflinePrefillAdder(PrefillAdder):  # type: ignore[misc]
 
 
 class OfflineSchedulePolicy(SchedulePolicy):  # type: ignore[misc]
-    """Keeps the waiting queue in the order in which the plan scheduler put it.
-
-    Attributes:
-        chunk_limit: tokens that the prompt in progress may take in the next step, or
-            None for no limit.
-    """
+    """Keeps the waiting queue in the order in which the plan scheduler put it. The prompt
+    in progress may take ``chunk_limit`` tokens in the next step, None for no limit."""
 
     chunk_limit: int | None = None
 

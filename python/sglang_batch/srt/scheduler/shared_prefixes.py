@@ -1,8 +1,8 @@
 """Shared prefixes while they are computed: when followers of a leader may join.
 
 The first request that needs a prefix computes it and is its leader. Followers wait until
-the tree holds the prefix, which :class:`SharedPrefixes` then pins for them. Which node of
-the plan's tree is computed by whom is in ``scheduling.prefix_uses``.
+the tree holds the prefix, which is then pinned for them. Which node of the plan's tree is
+computed by whom is in ``scheduling.prefix_uses``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache
 from ...scheduling.job_state import JobState
 from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import Req, TreeLock
+from .kv.host_pool import HostKv
 from .kv.host_prefixes import Prompt
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
-from .kv.prefetch import HostKv
 
 
 class SharedPrefixes:
@@ -41,11 +41,8 @@ class SharedPrefixes:
     def extended(
         self, job: JobState, running: Sequence[tuple[ScheduledRequest, int]]
     ) -> None:
-        """A job got a plan with other prefixes.
-
-        Args:
-            running: its running requests, and the prompt tokens of each in the tree.
-        """
+        """A job got a plan with other prefixes. ``running`` are its running requests, with
+        the prompt tokens of each in the tree."""
         self._leaders = [each for each in self._leaders if each[0] is not job]
         for request, cached in running:
             self._pin_cached(job, request, cached)
@@ -60,10 +57,8 @@ class SharedPrefixes:
         self._pinned.pin(job, request.req, kept)
 
     def restore(self, job: JobState, request: ScheduledRequest, reserve: int) -> int:
-        """Put prefixes of a request that is about to join back from the host.
-
-        They are locked until :meth:`step_built`: the next one that is put back must not
-        evict them.
+        """Put prefixes of a request that is about to join back from the host. They are
+        locked until :meth:`step_built`: the next one that is put back must not evict them.
 
         Args:
             reserve: tokens of KV that must be free or evictable afterwards.
@@ -119,14 +114,12 @@ class SharedPrefixes:
                 other.no_longer_awaits(at, job)
 
     def show_computed(self, chunked: Req | None) -> None:
-        """Put prefixes that leaders computed in the last step into the tree.
+        """Put prefixes that leaders computed in the last step into the tree, but for the
+        part of a ``chunked`` prompt, which SGLang has put there.
 
         SGLang would do so when it processes the step's result, which is after the next
-        batch is built. The next forward runs after the last one, so it may read KV that
-        the last one writes.
-
-        Args:
-            chunked: the request whose prompt is partly computed, or None.
+        batch is built. The next forward runs after the last one, so it may read KV that the
+        last one writes.
         """
         if not self._leaders:
             return

@@ -1,14 +1,13 @@
 """Counts each step while it is made, and publishes it as Prometheus metrics and CSV.
 
-The metrics are next to SGLang's own with --enable-metrics. Their names start with
-``sglang_batch_``. The labels are those of SGLang's scheduler metrics (``model_name``,
-``tp_rank``, ...). Metrics by side also have ``side``.
+The metrics are next to SGLang's own with --enable-metrics, and have their labels
+(``model_name``, ``tp_rank``, ...). Metrics by side also have ``side``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -35,21 +34,21 @@ if TYPE_CHECKING:
 
 _NO_COST = StepCost(0.0, 0.0, 0.0, 0.0)
 _NOTHING = (0, 0, 0)  # by side
-# Sums over all steps.
-_TOTALS = (
-    "steps", "prefill_tokens", "decode_tokens", "cached_tokens", "evicted_tokens",
-    "offloaded", "resumed", "prefetched", "kv_waits",
-    "retracted", *(f"cut_{rule}" for rule in RULES),
+# Columns of a record that are summed up, and all sums over the steps.
+_SUMMED = (
+    "cached_tokens", "evicted_tokens",
+    "offloaded", "resumed", "prefetched", "kv_waits", "retracted",
 )  # fmt: skip
+_TOTALS = (
+    *("steps", "prefill_tokens", "decode_tokens"),
+    *_SUMMED,
+    *(f"cut_{rule}" for rule in RULES),
+)
 
 
 class StepReports(NamedTuple):
-    """Where the record of each step goes. Each is None if it is not wanted.
-
-    log: the CSV file.
-    metrics: of Prometheus.
-    samples: the last steps with their seconds.
-    """
+    """Where the record of each step goes: the CSV file, Prometheus, and the last steps with
+    their seconds. Each is None if it is not wanted."""
 
     log: Path | None = None
     metrics: StepMetrics | None = None
@@ -113,8 +112,8 @@ class StepRecorder:
     def prefilled(
         self, request: ScheduledRequest, tokens: int, before: int, media: int
     ) -> None:
-        """``tokens`` of a prompt are computed, after ``before`` others, among them
-        ``media`` placeholders of images and sounds."""
+        """``tokens`` of a prompt are computed, after ``before`` others. ``media`` of them
+        are placeholders of images and sounds."""
         self._prefill[request.side] += tokens
         self._prompts += 1
         self._context += before + tokens
@@ -123,16 +122,13 @@ class StepRecorder:
         self._attention += tokens * (2 * before + tokens)
 
     def cut(self, rule: str) -> None:
-        """A stop rule ended an answer."""
         self.totals[f"cut_{rule}"] += 1
         if self._metrics is not None:
             self._metrics.cut(rule)
 
     def record(self, num_offloaded: int, *, decodes: bool) -> StepRecord:
-        """Close the step whose batch was just built.
-
-        Called in every step, hence the care for speed.
-        """
+        """Close the step whose batch was just built. Called in every step, hence the care
+        for speed."""
         kv_accounting = self._kv_accounting
         cost = None
         shared = idle = 0
@@ -183,7 +179,6 @@ class StepRecorder:
         )
         # Same as StepRecord(*values), in half the time.
         record: StepRecord = tuple.__new__(StepRecord, values)
-        self._saved_before = self.kv_saved_bytes
         totals["prefill_tokens"] += prefill_tokens
         totals["decode_tokens"] += decode_tokens
         self._publish(record)
@@ -193,14 +188,10 @@ class StepRecorder:
         return record
 
     def _publish(self, record: StepRecord) -> None:
+        self._saved_before = self.kv_saved_bytes
         totals = self.totals
-        totals["cached_tokens"] += record.cached_tokens
-        totals["evicted_tokens"] += record.evicted_tokens
-        totals["offloaded"] += record.offloaded
-        totals["resumed"] += record.resumed
-        totals["prefetched"] += record.prefetched
-        totals["kv_waits"] += record.kv_waits
-        totals["retracted"] += record.retracted
+        for name in _SUMMED:
+            totals[name] += getattr(record, name)
         if self._log is not None:
             self._log.append(record)
         if self._metrics is not None:
@@ -240,7 +231,6 @@ class StepRecorder:
         self._after_prompts = False
 
     def flush(self) -> None:
-        """Write and publish buffered records. Called when the scheduler is idle."""
         if self._log is not None:
             self._log.flush()
         if self._metrics is not None:
@@ -253,13 +243,11 @@ PREFIX = "sglang_batch_"
 # Publishing costs many times as much as taking a record, hence once in this many steps.
 PUBLISH_EVERY = 16
 
-# By metric: the columns that it sums up or shows the last value of, and its HELP text.
+# By metric: the column that it sums up, or shows the last value of, and its HELP text. Those
+# by side have a column for each side, which begins like this.
 _COUNTERS_BY_SIDE = {
-    "prefill_tokens": ("prefill", "Prompt tokens computed."),
-    "decode_tokens": ("decode", "Tokens decoded."),
-}
-_GAUGES_BY_SIDE = {
-    "kv_tokens": ("kv", "Tokens of KV of running requests, without shared prefixes."),
+    "prefill_tokens": ("prefill", "Prompt tokens computed. By side."),
+    "decode_tokens": ("decode", "Tokens decoded. By side."),
 }
 _COUNTERS = {
     "cached_tokens": ("cached_tokens", "Prompt tokens found in the cache."),
@@ -281,17 +269,17 @@ _COUNTERS = {
     "compute_seconds": ("compute_s", "Estimated compute time of the steps."),
     "memory_seconds": ("memory_s", "Estimated memory time of the steps."),
 }
+_GAUGES_BY_SIDE = {
+    "kv_tokens": (
+        "kv",
+        "Tokens of KV of running requests, without shared prefixes. By side.",
+    ),
+}
 _GAUGES = {
     "kv_shared_tokens": ("kv_shared", "Tokens of shared prefixes in use."),
     "kv_cached_tokens": ("kv_cached", "Tokens of KV kept for later use."),
     "waiting_requests": ("waiting", "Requests in the backlog."),
 }
-
-
-_HOST_GAUGES = (
-    ("host_bytes", "Bytes of host memory with KV of offloaded requests."),
-    ("host_capacity_bytes", "Bytes of host memory for KV of offloaded requests."),
-)
 
 
 class HostUse(NamedTuple):
@@ -304,7 +292,16 @@ class HostUse(NamedTuple):
 
 
 class StepMetrics:
-    """Takes records of steps and publishes them, a few steps at a time."""
+    """Takes records of steps and publishes them, a few steps at a time.
+
+    Args:
+        labels: those of every metric, with their values.
+        host_use: called when metrics are published.
+        registry: prometheus_client's default registry if None.
+
+    Raises:
+        ValueError: the registry has these metrics already.
+    """
 
     def __init__(
         self,
@@ -313,16 +310,6 @@ class StepMetrics:
         *,
         registry: CollectorRegistry | None = None,
     ) -> None:
-        """Create the metrics, at most once in a registry.
-
-        Args:
-            labels: those of every metric, with their values.
-            host_use: called when metrics are published.
-            registry: prometheus_client's default registry if None.
-
-        Raises:
-            ValueError: the registry has these metrics already.
-        """
         # SGLang sets PROMETHEUS_MULTIPROC_DIR before it starts its processes, and
         # prometheus_client reads it when it is imported.
         from prometheus_client import REGISTRY, Counter, Gauge
@@ -333,32 +320,25 @@ class StepMetrics:
         gauge = partial(Gauge, registry=registry, multiprocess_mode="mostrecent")
         self._records: list[StepRecord] = []
         self._steps = _labelled(counter, "steps", "Steps of the engine.", [named])[0]
-        self._counters = [
-            *_plain(counter, _COUNTERS, named),
-            *_by_side(counter, _COUNTERS_BY_SIDE, named),
-        ]
+        self._counters = _columns(counter, _COUNTERS, _COUNTERS_BY_SIDE, named)
+        self._gauges = _columns(gauge, _GAUGES, _GAUGES_BY_SIDE, named)
         self._host_use, self._host_recomputed = host_use, 0
+        text = "Bytes of host memory {}KV of offloaded requests."
         self._host_bytes, self._host_capacity = (
-            _labelled(gauge, name, text, [named])[0] for name, text in _HOST_GAUGES
+            _labelled(gauge, name, text.format(relation), [named])[0]
+            for name, relation in (
+                ("host_bytes", "with "),
+                ("host_capacity_bytes", "for "),
+            )
         )
-        self._recomputed = _labelled(
-            counter,
-            "offload_recomputed",
-            "Requests on the host that lost their KV, or their prefix.",
-            [named],
-        )[0]
+        text = "Requests on the host that lost their KV, or their prefix."
+        self._recomputed = _labelled(counter, "offload_recomputed", text, [named])[0]
         by_rule = [{**named, "rule": rule} for rule in RULES]
-        cuts = _labelled(
-            counter, "answers_cut", "Answers ended by stop rules.", by_rule
-        )
+        text = "Answers ended by stop rules."
+        cuts = _labelled(counter, "answers_cut", text, by_rule)
         self._cuts = dict(zip(RULES, cuts, strict=True))
-        self._gauges = [
-            *_plain(gauge, _GAUGES, named),
-            *_by_side(gauge, _GAUGES_BY_SIDE, named),
-        ]
 
     def cut(self, rule: str) -> None:
-        """Count an answer that a stop rule ended."""
         self._cuts[rule].inc()
 
     def observe(self, record: StepRecord) -> None:
@@ -389,32 +369,28 @@ class StepMetrics:
         self._host_recomputed = host.recomputed
 
 
-def _plain(
-    make: Callable[..., _M], table: dict[str, tuple[str, str]], labels: dict[str, str]
+def _columns(
+    make: Callable[..., _M],
+    plain: Mapping[str, tuple[str, str]],
+    by_side: Mapping[str, tuple[str, str]],
+    labels: Mapping[str, str],
 ) -> list[tuple[int, _M]]:
-    """The metrics of a table, each with the index of its column in a record."""
-    return [
-        (COLUMNS.index(column), _labelled(make, name, text, [labels])[0])
-        for name, (column, text) in table.items()
-    ]
-
-
-def _by_side(
-    make: Callable[..., _M], table: dict[str, tuple[str, str]], labels: dict[str, str]
-) -> list[tuple[int, _M]]:
-    """The same for metrics that have a column for each side."""
-    by_side = [{**labels, "side": side} for side in SIDES]
-    return [
-        (COLUMNS.index(f"{start}_{side}"), metric)
-        for name, (start, text) in table.items()
-        for side, metric in zip(
-            SIDES, _labelled(make, name, f"{text} By side.", by_side), strict=True
-        )
-    ]
+    """The metrics of two tables, each with the index of its column in a record."""
+    sides = [{**labels, "side": side} for side in SIDES]
+    found = []
+    for table, each, ends in (
+        (plain, [labels], [""]),
+        (by_side, sides, [f"_{side}" for side in SIDES]),
+    ):
+        for name, (column, text) in table.items():
+            metrics = _labelled(make, name, text, each)
+            places = [COLUMNS.index(column + end) for end in ends]
+            found += zip(places, metrics, strict=True)
+    return found
 
 
 def _labelled(
-    make: Callable[..., _M], name: str, text: str, labels: list[dict[str, str]]
+    make: Callable[..., _M], name: str, text: str, labels: Sequence[Mapping[str, str]]
 ) -> list[_M]:
     """A metric with each of these sets of labels, which have the same names."""
     metric = make(PREFIX + name, text, tuple(labels[0]))
@@ -424,11 +400,8 @@ def _labelled(
 def step_metrics(
     scheduler: MeteredScheduler, host_use: Callable[[], HostUse] = HostUse
 ) -> StepMetrics | None:
-    """Metrics for an SGLang scheduler, with the labels of its own.
-
-    None without --enable-metrics. Of the tensor parallel ranks and pipeline stages, only
-    the first reports, since all of them do the same.
-    """
+    """Metrics for an SGLang scheduler, with the labels of its own. None without
+    --enable-metrics, and but for the first of the ranks and stages that do the same."""
     context = scheduler.metrics_reporter.metrics_collector_context
     if context.collector is None or not context.is_stats_logging_rank:
         return None

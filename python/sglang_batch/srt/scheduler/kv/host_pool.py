@@ -1,15 +1,12 @@
 """A pool of host memory for the KV of offloaded requests, allocated once.
 
-:class:`HostRoom` says which pages each request has. When the pool is full, the requests that
-are cheapest to compute again lose their KV: those in the pool, or the one that asks for room.
-Everything follows from numbers of tokens and the plan's cost model, so that all ranks decide
-alike. The size is the user's choice, or a share of the free memory.
+:class:`HostRoom` says which pages each request has, from numbers of tokens and the plan's
+cost model, so that all ranks decide alike. When the pool is full, those that are cheapest
+to compute again lose their KV: requests in the pool, or the one that asks for room.
 
-A row of the pool is one token's KV in all layers. On an accelerator the pool is pinned,
-and a request moves through a buffer on the device: its layers are gathered there, and the
-transfer to the host is one copy for each run of pages, usually one in all. On the way back
-it is one copy into the buffer, and the layers are filled from there. Copies run on a
-stream of their own:
+A row of the pool is one token's KV in all layers. On an accelerator the pool is pinned, and
+KV moves through a buffer on the device, where layers are gathered and filled. The transfer
+is one copy for each run of pages, usually one in all, on a stream of its own:
 
 - Saving: the next forward pass waits until the layers are gathered, since it may write to
   the freed slots. The transfer to the host runs at the same time.
@@ -27,7 +24,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
@@ -40,6 +37,18 @@ from ...compat.scheduler_types import KvPool, OffloadingScheduler
 
 Run = tuple[int, int]
 """Consecutive pages: the first one and their number."""
+
+
+class HostKv(NamedTuple):
+    """KV on the host: of a request, or of a prefix.
+
+    name: of its pages in :class:`HostRoom`.
+    tokens: their number, and ``runs`` the pages.
+    """
+
+    name: str
+    tokens: int
+    runs: Sequence[Run]
 
 
 def recompute_time_s(cost: StepCost, num_tokens: int, prefix_len: int) -> float:
@@ -59,12 +68,7 @@ class _Held:
 
 
 class HostRoom:
-    """The pages of a host pool.
-
-    Attributes:
-        num_pages: pages in all.
-        num_free: pages that nobody has.
-    """
+    """The pages of a host pool: ``num_pages`` in all, and ``num_free`` that nobody has."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -84,17 +88,15 @@ class HostRoom:
         return self._held[rid].runs
 
     def to_recompute(self, num_pages: int, cost_s: float) -> list[str] | None:
-        """The requests that have to give up their pages so that ``num_pages`` are free.
-
-        They are the cheapest to compute again. Among equals, the last to come goes
-        first.
+        """The requests that have to give up their pages so that ``num_pages`` are free: the
+        cheapest to compute again, and among equals the last to come.
 
         Args:
             cost_s: seconds to compute the request that asks again.
 
         Returns:
-            Their ids, without any if there is room. None if computing the request that
-            asks again costs no more than computing those.
+            Their ids, without any if there is room. None if computing the request that asks
+                again costs no more than computing those.
         """
         found: list[tuple[float, int, str]] = []
         free, total_s = self.num_free, 0.0
@@ -169,6 +171,21 @@ class HostRoom:
 
 logger = logging.getLogger(__name__)
 
+
+class NearBuffer(Protocol):
+    """Memory near the device that may have KV of the host pool, too."""
+
+    def keep(self, name: str, slots: torch.Tensor) -> None:
+        """KV of ``slots`` ``[n]`` goes to the host."""
+
+    def load(self, name: str, slots: torch.Tensor, skip: int) -> bool:
+        """Copy KV without its first ``skip`` tokens to ``slots`` ``[n]``. False if it is not
+        here."""
+
+    def drop(self, name: str) -> None:
+        """KV will not be loaded."""
+
+
 # Memory on the device that KV passes through. A step that moves more waits for copies.
 BUFFER_BYTES = 128 << 20
 # The widest type that all rows consist of is copied fastest.
@@ -200,18 +217,15 @@ def kv_rows(buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class HostPool:
-    """KV of ``num_pages`` pages on the host.
+    """KV of ``num_pages`` pages of ``page_size`` tokens on the host.
 
     Args:
-        buffers: the device's KV, a tensor ``[slots, ...]`` for each layer (and for keys
-            and values).
-        page_size: tokens in a page.
+        buffers: the device's KV, a tensor ``[slots, ...]`` for each layer (and for keys and
+            values).
 
     Attributes:
-        page_size: tokens in a page.
         token_bytes: KV of a token in all layers.
-        num_saves, num_loads: copies to the host and back so far, one for each run of
-            pages.
+        num_saves, num_loads: copies to the host and back so far, one for each run of pages.
     """
 
     def __init__(
@@ -276,10 +290,8 @@ class HostPool:
             self._device.let_wait(stream)
 
     def save(self, slots: torch.Tensor, runs: Sequence[Run]) -> None:
-        """Copy the KV of ``slots`` ``[n]`` to the host, to these pages.
-
-        The slots may be freed at once.
-        """
+        """Copy the KV of ``slots`` ``[n]`` to the host, to these pages. The slots may be
+        freed at once."""
         for host, part in self._pieces(slots, runs):
             self.num_saves += 1
             if self._device is None:
@@ -332,11 +344,8 @@ class HostPool:
 
 
 class _DeviceBuffer:
-    """The buffer on the device, and the stream on which KV passes through it.
-
-    Parts of the buffer wait for the second half of their way until the step ends or the
-    buffer is full.
-    """
+    """The buffer on the device, and the stream on which KV passes through it. Parts of it
+    wait for the second half of their way until the step ends or the buffer is full."""
 
     def __init__(self, host: torch.Tensor, device: torch.device) -> None:
         row_bytes = host.shape[1] * host.itemsize

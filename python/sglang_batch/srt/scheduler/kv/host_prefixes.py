@@ -1,16 +1,15 @@
-"""Prefixes of jobs that may still grow, on the host: evicted, and put back for the next use.
+"""Prefixes of jobs that may still grow, on the host: evicted, and put back for the next
+use.
 
-Nobody knows whether further calls of a group will arrive. When KV is short, the prefix
-that comes last is unpinned. Its KV is copied to the host pool first, and the next request
-that needs the prefix does not compute it again: it is put back into the tree. So are
-prompts of which nobody knows yet that others share them.
+Nobody knows whether further calls of a group will arrive. When KV is short, the prefix that
+comes last is unpinned. Its KV is copied to the host pool first, and the next request that
+needs the prefix does not compute it again. So are prompts of which nobody knows yet that
+others share them.
 
-A prefix is known by its tokens, so it is found again under another plan and by other
-jobs, and a part of it is, too. Each copy begins behind the prefix above it, which may be
-in the tree or on the host.
-
-Where the pool is full, the prefix that was not used for the longest time leaves it.
-Prefixes never displace offloaded requests.
+A prefix is known by its tokens, so it is found again under another plan and by other jobs,
+and a part of it is, too. Each copy begins behind the prefix above it, which may be in the
+tree or on the host. Where the pool is full, the prefix that was not used for the longest
+time leaves it. Prefixes never displace offloaded requests.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from ....scheduling.job_state import JobState
 from ...compat.scheduler_types import PrefixMatch, Req, TreeNode
-from .host_pool import Run, recompute_time_s
+from .host_pool import HostKv, Run, recompute_time_s
 from .offloading import KvOffloader
-from .prefetch import HostKv
 
 Digest = bytes
 """What a prefix is known by: a digest of its tokens and of the cache's other keys."""
@@ -76,11 +74,8 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Saved:
-    """The KV of tokens [begin, end) of a prefix.
-
-    owner: the job that saved it.
-    digests: those by which its parts are found.
-    """
+    """The KV of tokens [begin, end) of a prefix, which the job ``owner`` saved. Its parts
+    are found by ``digests``."""
 
     name: str
     owner: JobState
@@ -91,11 +86,8 @@ class _Saved:
 
 
 class HostPrefixes:
-    """The shared prefixes in the host pool of one scheduler.
-
-    Attributes:
-        num_saved, num_restored: copies to the host and back so far.
-    """
+    """The shared prefixes in the host pool of one scheduler, with the copies there and back
+    so far."""
 
     def __init__(self, cache: UnifiedRadixCache, offloader: KvOffloader) -> None:
         self._cache = cache
@@ -113,11 +105,8 @@ class HostPrefixes:
     def save(
         self, job: JobState, prompt: Prompt, node: TreeNode, begin: int, end: int
     ) -> None:
-        """Copy tokens [begin, end) of a prompt to the host, if there is room for them.
-
-        Args:
-            node: where these tokens end in the tree, which holds all of them.
-        """
+        """Copy tokens [begin, end) of a prompt to the host, if there is room for them. They
+        end at ``node`` in the tree, which holds all of them."""
         ends = self._ends(begin, [end])
         digests = prompt.digests(ends)
         name = _NAME + digests[-1].hex()
@@ -137,11 +126,8 @@ class HostPrefixes:
         self.num_saved += 1
 
     def _make_room(self, pages: int) -> bool:
-        """Drop the prefixes unused for longest until there is room for so many pages.
-
-        Returns:
-            False if requests hold too much of the pool.
-        """
+        """Drop the prefixes unused for longest until there is room for so many pages. False
+        if requests hold too much of the pool."""
         room = self._offloader.room
         ours = sum(each.end - each.begin for each in self._saved.values())
         if pages > room.num_free + ours // self._page_size:
@@ -171,8 +157,8 @@ class HostPrefixes:
             make_room: unpins prefixes until so many tokens are, as far as possible.
 
         Returns:
-            The tokens of the prompt that the tree holds now. 0 if nothing of it is on
-            the host, or there is too little KV.
+            The tokens of the prompt that the tree holds now. 0 if nothing of it is on the
+                host, or there is too little KV.
         """
         if not self._saved:
             return 0
@@ -223,7 +209,6 @@ class HostPrefixes:
     def _load(
         self, parts: list[tuple[_Saved, int]], slots: torch.Tensor, matched: int
     ) -> None:
-        """Copy parts of prefixes to ``slots``, which begin behind ``matched`` tokens."""
         at = matched
         for saved, end in parts:
             here = slots[at - matched : end - matched]
@@ -244,7 +229,6 @@ class HostPrefixes:
         return True
 
     def drop_of(self, job: JobState) -> None:
-        """Free the pages of a job's prefixes."""
         for saved in list(self._saved.values()):
             if saved.owner is job:
                 self.drop(saved.name)

@@ -2,21 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from sglang.srt.mem_cache.common import release_kv_cache
 
 from ....scheduling.job_state import JobState
-from ....scheduling.next_step import put_back
+from ....scheduling.next_step import always, put_back
 from ....scheduling.scheduled_request import ScheduledRequest
 from ...compat.scheduler_types import Req, ScheduleBatch, SchedulerRows
 from ..engine_jobs import EngineJobs
-from ..host_requests import HostRequests, OnHost
+from ..step_recorder import HostUse
 from .host_pool import recompute_time_s
 from .offloading import KvOffloader, OffloadedRequest, can_offload, drain_results
 
 # Decode steps for which offloading frees KV at a time.
 _STEPS_FREED = 8
+
+
+class OnHost(NamedTuple):
+    """A request of a job on the host."""
+
+    job: JobState
+    request: ScheduledRequest
+    kv: OffloadedRequest
+
+    @property
+    def rid(self) -> str:
+        name: str = self.request.req.rid
+        return name
+
+
+class HostRequests:
+    """Requests of jobs on the host.
+
+    Attributes:
+        first: by id, those that resume before any other request joins.
+        waiting: by id, those that wait among the others of their job.
+        num_recomputed: requests that lost their KV: the host pool was full, or their prefix
+            was evicted.
+    """
+
+    def __init__(self, jobs: EngineJobs) -> None:
+        self._offloader = jobs.offloader
+        self._host = jobs.host
+        self._recorder = jobs.recorder
+        self.first: dict[str, OnHost] = {}
+        self.waiting: dict[str, OnHost] = {}
+        self.num_recomputed = 0
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self.waiting)
+
+    def __contains__(self, request: ScheduledRequest) -> bool:
+        return request.req.rid in self.first or request.req.rid in self.waiting
+
+    def let_wait(self, one: OnHost) -> None:
+        """A request waits among the others of its job."""
+        self.waiting[one.rid] = one
+        one.request.on_host = True
+        one.job.backlog.add(one.request)
+
+    def forget(self, rid: str) -> OnHost:
+        """A request is no longer on the host."""
+        one = self.first.pop(rid, None) or self.waiting.pop(rid)
+        one.request.on_host = False
+        one.job.left_prefix.pop(one.request, None)
+        return one
+
+    # The pool -------------------------------------------------------------------------
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that offloaded KV takes."""
+        return self._offloader.host_bytes if self._offloader is not None else 0
+
+    @property
+    def use(self) -> HostUse:
+        """The pool, for metrics."""
+        capacity = self._offloader.pool.num_bytes if self._offloader is not None else 0
+        return HostUse(self.num_bytes, capacity, self.num_recomputed)
+
+    @property
+    def state(self) -> dict[str, int]:
+        """The pool, for ``/server_info``."""
+        offloader, host = self._offloader, self._host
+        return {
+            "offloaded_now": len(self),
+            "offloaded_host_bytes": self.num_bytes,
+            "offloaded_host_bytes_most": offloader.most_bytes if offloader else 0,
+            "offload_bytes": offloader.pool.num_bytes if offloader else 0,
+            "offload_saves": offloader.pool.num_saves if offloader else 0,
+            "offload_loads": offloader.pool.num_loads if offloader else 0,
+            "offload_recomputed": self.num_recomputed,
+            "prefetches": int(bool(offloader and offloader.near)),
+            "prefixes_saved": host.num_saved if host else 0,
+            "prefixes_restored": host.num_restored if host else 0,
+        }
+
+    def end_step(self) -> None:
+        """The step is decided, and its forward pass is next."""
+        offloader, recorder = self._offloader, self._recorder
+        if offloader is not None:
+            offloader.end_step()
+            totals = recorder.totals
+            recorder.prefetched = offloader.num_prefetched - totals["prefetched"]
+            recorder.kv_waits = offloader.pool.num_loads - totals["kv_waits"]
 
 
 def _merged(running_batch: ScheduleBatch, back: ScheduleBatch) -> ScheduleBatch:
@@ -29,18 +120,14 @@ def _merged(running_batch: ScheduleBatch, back: ScheduleBatch) -> ScheduleBatch:
 class KvManager:
     """Moves requests between the device's KV and the host.
 
-    Args:
-        most_ahead: most tokens of KV of prompts that were computed ahead.
-
     Attributes:
         on_host: the requests that are on the host.
         decodes_fit: whether all running requests of this step have room for their next
             tokens, even if each of them begins a page.
+        is_near: whether the KV of a request on the host need not be waited for.
     """
 
-    def __init__(
-        self, scheduler: SchedulerRows, jobs: EngineJobs, most_ahead: int = 0
-    ) -> None:
+    def __init__(self, scheduler: SchedulerRows, jobs: EngineJobs) -> None:
         self._scheduler = scheduler
         self._jobs = jobs.open
         self._registry = jobs.registry
@@ -51,7 +138,8 @@ class KvManager:
         self._offloader = jobs.offloader
         self._recorder = jobs.recorder
         self._page_size = jobs.page_size
-        self.on_host = HostRequests(jobs, most_ahead)
+        self.on_host = HostRequests(jobs)
+        self.is_near: Callable[[ScheduledRequest], bool] = always
         self._alone = jobs.micro_batches.number == 1
         self._just_offloaded = False
         self.decodes_fit = False
@@ -123,11 +211,9 @@ class KvManager:
         leave: int,
         num_rows: int = 0,
     ) -> None:
-        """Offload requests of jobs, the newest first, until ``num_tokens`` can be
-        allocated and ``num_rows`` requests have left.
-
-        No result may be in flight. At least ``leave`` requests stay.
-        """
+        """Offload requests of jobs, the newest first, until ``num_tokens`` can be allocated
+        and ``num_rows`` requests have left. No result may be in flight. At least ``leave``
+        requests stay."""
         rows = {req.rid for req in running_batch.reqs}
         out: list[Req] = []
         for request in reversed(self._kv_accounting.requests):
@@ -135,51 +221,21 @@ class KvManager:
             short = short or len(out) < num_rows
             if not short or len(rows) - len(out) <= leave:
                 break
-            if request.req.rid in rows and self._offload(request):
+            if request.req.rid in rows and self.offload(request):
                 out.append(request.req)
         if out:
             self._just_offloaded = True
             running_batch.filter_batch(reqs_to_exclude=out)
             running_batch.batch_is_full = False
 
-    def take_off(
-        self, running_batch: ScheduleBatch, requests: Sequence[ScheduledRequest]
-    ) -> list[ScheduledRequest]:
-        """Move running requests to the host, where they wait among those of their job.
-
-        Returns:
-            The requests that have to continue.
-        """
-        drain_results(self._scheduler)
-        running_batch.filter_batch()
-        rows = {req.rid for req in running_batch.reqs}
-        out, stay = [], []
-        for request in requests:
-            if not request.running:
-                continue
-            if request.req.rid in rows and self._offload(request):
-                out.append(request.req)
-            else:
-                stay.append(request)
-        if out:
-            running_batch.filter_batch(reqs_to_exclude=out)
-            running_batch.batch_is_full = False
-        return stay
-
-    def park(self, running_batch: ScheduleBatch) -> None:
-        """Move the requests that leave in a switch of batches to the host."""
-        for job in self._jobs.each if self.may_join else ():
-            if requests := job.backlog.to_park():
-                self.take_off(running_batch, requests)
-
-    def _offload(self, request: ScheduledRequest) -> bool:
+    def offload(self, request: ScheduledRequest) -> bool:
         """Move a running request of a job to the host; False if that is impossible."""
         known = self._registry.known(request.req)
         if known is None or known[0] is None or self._offloader is None:
             return False
         job, req = known[0], request.req
         takes_steps = request.takes_steps(self._kv_accounting.clock)
-        if not (takes_steps or request.prefills_ahead) or not can_offload(req):
+        if not (takes_steps or request.prompt_only) or not can_offload(req):
             return False
         self._kv_accounting.remove(request)
         request.steps = len(req.output_ids) - 1
@@ -202,7 +258,7 @@ class KvManager:
         one = OnHost(job, request, kv)
         if shared:
             job.left_prefix[request] = None
-        if job.backlog.by_length:
+        if job.backlog.rule:
             self.on_host.let_wait(one)
         else:
             self.on_host.first[req.rid] = one
@@ -235,15 +291,12 @@ class KvManager:
         return recompute_time_s(job.plan.cost, num_tokens, prefix)
 
     def _requeue(self, req: Req) -> None:
-        """Have a request without KV computed again, prompt and answer."""
         self._scheduler._add_request_to_queue(req, is_retracted=True)
 
     def requeue_chunk(self) -> None:
-        """Return a job's request whose prompt is partly computed to the backlog.
-
-        It continues later from the KV that the tree has. Online requests stay, and so
-        does one whose last part another micro-batch still computes.
-        """
+        """Return a job's request whose prompt is partly computed to the backlog. It
+        continues later from the KV that the tree has. Online requests stay, and so does one
+        whose last part another micro-batch still computes."""
         req = self._scheduler.chunked_req
         known = self._registry.known(req) if req is not None else None
         if req is None or known is None or req.inflight_middle_chunks > 0:
@@ -260,15 +313,12 @@ class KvManager:
     # Resuming -------------------------------------------------------------------------
 
     def resume(self, running_batch: ScheduleBatch) -> ScheduleBatch:
-        """Resume offloaded requests, in the order in which they were offloaded.
-
-        Returns:
-            The running batch with them, which is a new one if nothing ran.
-        """
+        """Resume offloaded requests, in the order in which they were offloaded. Returns the
+        running batch with them, which is a new one if nothing ran."""
         if not self.on_host.first or self._just_offloaded or self._offloader is None:
             return running_batch
         for rid, one in list(self.on_host.first.items()):
-            if running_batch.reqs and not self.on_host.is_near(one.request):
+            if running_batch.reqs and not self.is_near(one.request):
                 break
             need = self._tokens_to_resume(self._offloader, one)
             if need is None:  # a prefix of it is lost
@@ -330,7 +380,7 @@ class KvManager:
     ) -> ScheduleBatch | None:
         reserve = self._kv_accounting.growth + self._page_size
         self._pinned.unpin_until_free(need + reserve)
-        back = offloader.resume([kv], reserve)
+        back = offloader.resume(kv, reserve)
         if back is not None:
             self.note_allocation()
             kv.req.time_stats.set_forward_entry_time()
@@ -345,13 +395,11 @@ class KvManager:
     def join(
         self, running_batch: ScheduleBatch, requests: Sequence[ScheduledRequest]
     ) -> ScheduleBatch:
-        """Have requests that were chosen from the host run.
+        """Have requests that were chosen from the host run, and return the running batch
+        with them, which is a new one if nothing ran.
 
         One that does not fit after all waits again, and with it the others. One whose
         prefix was evicted is computed again.
-
-        Returns:
-            The running batch with them, which is a new one if nothing ran.
         """
         full = False
         for request in requests:
@@ -374,20 +422,15 @@ class KvManager:
     def join_one(
         self, running_batch: ScheduleBatch, kv: OffloadedRequest
     ) -> ScheduleBatch | None:
-        """Have an online request run whose KV is on the host.
-
-        Returns:
-            The running batch with it. None if it does not fit.
-        """
+        """Have an online request run whose KV is on the host. Returns the running batch
+        with it, or None if it does not fit."""
         assert self._offloader is not None
         back = self._load(self._offloader, kv, self._kv_accounting.in_pages(kv.end))
         return None if back is None else _merged(running_batch, back)
 
     def received(self, kv: OffloadedRequest) -> None:
-        """The KV of a job's request that has arrived is on the host.
-
-        It waits among the others of its job, whatever their order.
-        """
+        """The KV of a job's request that has arrived is on the host. It waits among the
+        others of its job, whatever their order."""
         known = self._registry.known(kv.req)
         assert known is not None
         job, request = known
@@ -405,6 +448,9 @@ class KvManager:
         for rid in [*self.on_host.first, *self.on_host.waiting]:
             assert self._offloader is not None
             self._recompute(self._offloader, rid)
+            self.on_host.num_recomputed -= (
+                1  # neither the pool nor a prefix is to blame
+            )
 
     def _recompute(self, offloader: KvOffloader, rid: str) -> None:
         if rid in self.on_host.waiting:
@@ -414,6 +460,5 @@ class KvManager:
         self._requeue(offloader.give_up(one.kv))
 
     def drop(self, request: ScheduledRequest) -> None:
-        """Forget the KV of a request on the host, if it is there."""
         if self._offloader is not None and request in self.on_host:
             self._offloader.drop(self.on_host.forget(request.req.rid).kv)

@@ -2,26 +2,23 @@
 
 SGLang's own answer to a full KV cache is retraction: it drops the KV of a request and
 prefills prompt and output again. Offloading copies the KV to a pool of host memory
-(:mod:`.host_pool`) instead, so that nothing is computed twice. When the pool is full, the
-requests that are cheapest to compute again are. An offloaded request owns neither a row nor
-KV on the device, and SGLang's memory checks hold meanwhile. :func:`why_unsupported` and
-:func:`can_offload` say which servers and which requests can be offloaded.
+(:mod:`.host_pool`) instead. An offloaded request owns neither a row nor KV on the device,
+and SGLang's memory checks hold meanwhile.
 
 The first ``shared_len`` tokens of a request may stay in the prefix tree, where other
 requests use them too. They are not locked there. If the tree evicts them, the request
 cannot resume and returns to the queue (:meth:`KvOffloader.give_up`).
 
-All decisions depend on the state of the scheduler alone, which is the same on all ranks
-of a TP group.
+All decisions depend on the state of the scheduler alone, which is the same on all ranks of
+a TP group.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 from sglang.srt.disaggregation.decode import DecodeReqToTokenPool
@@ -44,7 +41,6 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from ....config import OfflineBatchConfig
 from ....errors import EngineError
 from ...compat.scheduler_types import (
     OffloadingScheduler,
@@ -52,10 +48,16 @@ from ...compat.scheduler_types import (
     Req,
     ResultLoop,
     ScheduleBatch,
-    TreeNode,
 )
-from .host_pool import HostPool, HostRoom, Run, chosen_bytes, kv_buffers, num_pages_of
-from .prefetch import HostKv, KvPrefetch
+from .host_pool import (
+    HostPool,
+    HostRoom,
+    NearBuffer,
+    Run,
+    chosen_bytes,
+    kv_buffers,
+    num_pages_of,
+)
 from .token_counts import count_again, counts_tokens
 
 
@@ -93,21 +95,17 @@ def why_unsupported(scheduler: OffloadingScheduler) -> str | None:
 
 
 def copies_kv() -> bool:
-    """Whether the KV of requests that make room is copied to the host at all.
-
-    With pipeline parallelism, other micro-batches run meanwhile. Requests that make room
-    are computed again.
-    """
+    """Whether the KV of requests that make room is copied to the host at all. With pipeline
+    parallelism other micro-batches run meanwhile, and such requests are computed again."""
     return bool(get_parallel().pp_size == 1)
 
 
 def can_offload(req: Req) -> bool:
-    """Whether a request can be offloaded: it decodes, nothing of it is in flight, and
-    it has no state besides its KV.
+    """Whether a request can be offloaded: it decodes, nothing of it is in flight (see
+    :func:`drain_results`), and it has no state besides its KV.
 
-    False for a request whose last result is still in flight (see
-    :func:`drain_results`). Never True for beams, sessions, images, embeddings as input,
-    and records that SGLang keeps per KV slot (routed experts, indexer top-k).
+    Never True for beams, sessions, images, embeddings as input, and records that SGLang
+    keeps per KV slot (routed experts, indexer top-k).
     """
     own_state = (
         req.beam_group is not None
@@ -138,9 +136,6 @@ def _is_quiet(req: Req) -> bool:
 
 logger = logging.getLogger(__name__)
 
-# Requests and prefixes that are looked at to be prefetched.
-_MOST_UPCOMING = 64
-
 
 @dataclass(slots=True)
 class OffloadedRequest:
@@ -158,7 +153,6 @@ class OffloadedRequest:
 
     @property
     def end(self) -> int:
-        """Tokens of KV that the request has when it runs."""
         return self.shared_len + self.num_tokens
 
 
@@ -170,20 +164,7 @@ def make_offloader(scheduler: OffloadingScheduler) -> KvOffloader:
     """
     if not copies_kv():
         return KvOffloader(scheduler, 0)
-    config = scheduler.server_args.offline_config
-    offloader = KvOffloader(scheduler, chosen_bytes(scheduler))
-    if config.prefetch_bytes:
-        offloader.prefetch = _make_prefetch(offloader.pool, config)
-    return offloader
-
-
-def _make_prefetch(pool: HostPool, config: OfflineBatchConfig) -> KvPrefetch:
-    page_bytes = pool.page_size * pool.token_bytes
-    device = pool.device
-    if config.prefetch_device is not None:
-        first = torch.device(config.prefetch_device)
-        device = torch.device(first.type, (first.index or 0) + get_parallel().tp_rank)
-    return KvPrefetch(pool, config.prefetch_bytes // page_bytes, device)
+    return KvOffloader(scheduler, chosen_bytes(scheduler))
 
 
 def drain_results(scheduler: ResultLoop) -> int:
@@ -195,8 +176,6 @@ def drain_results(scheduler: ResultLoop) -> int:
     nothing more from the queue. Keep using the ``last_batch`` that
     ``get_next_batch_to_run`` got as its argument, since a prefill must still be merged.
     Requests may have finished here, so filter the batches that you hold.
-
-    With the normal loop, and after an idle step, nothing is held back.
     """
     num_results = len(scheduler.result_queue)
     while scheduler.result_queue:
@@ -211,20 +190,19 @@ class KvOffloader:
     """Moves requests of one scheduler between the device and host memory.
 
     Args:
-        pool_bytes: size of the host pool of this rank. None is four times the size of
-            the device's KV, but at most a quarter of the free memory, shared by the
-            machine's ranks.
+        pool_bytes: size of the host pool of this rank. None is four times the size of the
+            device's KV, but at most a quarter of the free memory, shared by the machine's
+            ranks.
 
     Attributes:
-        room: the pages of the host pool, by request.
-        pool: their memory.
-        prefetch: the buffer on the device for those that resume soon, if there is one.
+        room, pool: the pages of the host pool, by request, and their memory.
+        near: has copies of some of it near the device, if there is such a buffer.
         num_prefetched: requests that resumed from there so far.
         most_bytes: the most that was in use so far.
 
     Raises:
-        EngineError: the server runs in a mode that forbids it, or the pool is larger
-            than the free memory.
+        EngineError: the server runs in a mode that forbids it, or the pool is larger than
+            the free memory.
     """
 
     def __init__(
@@ -247,7 +225,7 @@ class KvOffloader:
         num_pages = num_pages_of(scheduler, page_bytes, len(buffers[0]), pool_bytes)
         self.room = HostRoom(num_pages)
         self.pool = HostPool(buffers, num_pages, self._page_size)
-        self.prefetch: KvPrefetch | None = None
+        self.near: NearBuffer | None = None
         self.num_prefetched = 0
         self.num_offloaded = 0
         self.host_tokens = 0
@@ -265,15 +243,14 @@ class KvOffloader:
         return int(used * self.pool.token_bytes)
 
     def num_pages(self, req: Req, shared_len: int) -> int:
-        """Pages of the host that a running request takes."""
         tokens: int = req.kv.kv_committed_len - shared_len
         return -(-tokens // self._page_size)
 
     def offload(
         self, req: Req, shared_len: int = 0, cost_s: float = 0.0
     ) -> OffloadedRequest:
-        """Copy the KV of ``req`` after ``shared_len`` tokens to the host; free its row
-        and its KV.
+        """Copy the KV of ``req`` after ``shared_len`` tokens to the host; free its row and
+        its KV.
 
         The request has to be :func:`can_offload`, and the caller removes it from the
         running batch (``filter_batch``). Nothing is put into the tree.
@@ -283,8 +260,8 @@ class KvOffloader:
             cost_s: seconds to compute the request again instead.
 
         Raises:
-            ValueError: the request or the length cannot be offloaded, or the pool has
-                too few free pages.
+            ValueError: the request or the length cannot be offloaded, or the pool has too
+                few free pages.
         """
         protected = req.kv.cache_protected_len
         if not can_offload(req):
@@ -310,7 +287,7 @@ class KvOffloader:
 
     def reserve(self, name: str, num_tokens: int) -> list[Run]:
         """Take pages for KV that comes from another server. It is never given up for
-        other requests.
+        others.
 
         Raises:
             ValueError: too few pages are free.
@@ -321,17 +298,15 @@ class KvOffloader:
         return runs
 
     def received(self, req: Req, num_tokens: int, runs: list[Run]) -> OffloadedRequest:
-        """A request whose first ``num_tokens`` tokens of KV have come to the pages that
-        were reserved in its name."""
+        """A request whose first ``num_tokens`` tokens of KV have come to the pages of its
+        name."""
         received = OffloadedRequest(req, 0, num_tokens, runs)
         self._count(received, 1)
         return received
 
     def discard(self, req: Req) -> None:
-        """Free the row and the KV of a request that could be offloaded.
-
-        It is then as after :meth:`give_up`.
-        """
+        """Free the row and the KV of a request that could be offloaded. It is then as after
+        :meth:`give_up`."""
         self._release(req)
         req.reset_for_retract()
 
@@ -344,44 +319,31 @@ class KvOffloader:
         """Let the next forward pass see moved KV. Call it before each one."""
         self.pool.end_step()
 
-    def fetch(self, upcoming: Iterable[HostKv], seconds: float) -> None:
-        """Prefetch the KV that may be loaded next, during a step of so many seconds."""
-        if self.prefetch is not None:
-            self.prefetch.fetch(list(islice(upcoming, _MOST_UPCOMING)), seconds)
-
     def save(self, name: str, slots: torch.Tensor, runs: Sequence[Run]) -> None:
-        """Copy the KV of ``slots`` ``[n]`` to the host, to these pages.
-
-        Args:
-            name: that of the pages.
-        """
+        """Copy the KV of ``slots`` ``[n]`` to the host, to these pages, which have this
+        name."""
         self.pool.save(slots, runs)
-        if self.prefetch is not None:
-            self.prefetch.keep(name, slots)
+        if self.near is not None:
+            self.near.keep(name, slots)
 
     def load(
         self, name: str, slots: torch.Tensor, runs: Sequence[Run], skip: int
     ) -> bool:
-        """Copy KV on the host to ``slots`` ``[n]``: of these pages without the first
-        ``skip`` tokens.
-
-        Args:
-            name: that of the pages.
+        """Copy KV on the host to ``slots`` ``[n]``: of these pages, which have this name,
+        without the first ``skip`` tokens.
 
         Returns:
-            Whether it was prefetched. If not, the next forward pass waits for the copy.
+            Whether it was near. If not, the next forward pass waits for the copy.
         """
-        if self.prefetch is not None and self.prefetch.load(name, slots, skip):
+        if self.near is not None and self.near.load(name, slots, skip):
             return True
         self.pool.load(slots, runs, skip)
         return False
 
     def tokens_to_resume(self, offloaded: OffloadedRequest) -> int | None:
-        """KV to allocate on the device, in tokens (whole pages). None if the tree has
-        lost some of the first ``shared_len`` tokens.
-
-        The tree is only read: nothing is split, locked or touched.
-        """
+        """KV to allocate on the device, in tokens (whole pages). None if the tree has lost
+        some of the first ``shared_len`` tokens. The tree is only read: nothing is split,
+        locked or touched."""
         matched = 0
         if not self._tree.disable:
             matched, _, _ = self._tree.tree_core.match_full_device_prefix(
@@ -392,42 +354,36 @@ class KvOffloader:
         return self._whole_pages(offloaded.end - matched)
 
     def resume(
-        self, offloaded: Sequence[OffloadedRequest], reserve: int = 0
+        self, offloaded: OffloadedRequest, reserve: int = 0
     ) -> ScheduleBatch | None:
-        """Resume requests, in order, until the next one does not fit.
-
-        Cached prefixes are evicted to make room.
+        """Resume a request. Cached prefixes are evicted to make room.
 
         Args:
             reserve: tokens of KV that must be free or evictable afterwards.
 
         Returns:
-            A decode batch of the resumed requests, which the caller merges into the
-            running batch. None if not even the first fits or can be resumed.
+            A decode batch of it, which the caller merges into the running batch. None if it
+            does not fit or has lost its prefix.
         """
         self.wait_for_forward()
-        back = []
-        for one in offloaded:
-            if not self._resume_one(one, reserve):
-                break
-            back.append(one.req)
-        return self._decode_batch(back) if back else None
+        if not self._give_kv(offloaded, reserve):
+            return None
+        req = offloaded.req
+        batch = self._decode_batch(req)
+        if counts_tokens(req.sampling_params):
+            count_again(batch, len(req.output_ids) - 1)  # the next decode counts itself
+        return batch
 
     def wait_for_forward(self) -> None:
-        """Have copies wait for a forward in flight.
-
-        It may still write KV that the tree holds, and to slots and rows that a finished
-        request just gave back.
-        """
+        """Have copies wait for a forward in flight. It may still write KV that the tree
+        holds, and to slots and rows that a finished request just gave back."""
         if self._scheduler.enable_overlap:
             self._scheduler.schedule_stream.wait_stream(self._scheduler.forward_stream)
 
     def give_up(self, offloaded: OffloadedRequest) -> Req:
-        """Drop the saved KV and return the request as a retracted one.
-
-        It is ready for ``Scheduler._add_request_to_queue(req, is_retracted=True)``,
-        after which it is prefilled again with all its output.
-        """
+        """Drop the saved KV and return the request as a retracted one, for
+        ``_add_request_to_queue(req, is_retracted=True)``. It is prefilled again with all
+        its output."""
         self.drop(offloaded)
         offloaded.req.reset_for_retract()
         return offloaded.req
@@ -446,8 +402,8 @@ class KvOffloader:
 
     def forget(self, name: str) -> None:
         """Give pages back, and those of the buffer with the same KV."""
-        if self.prefetch is not None:
-            self.prefetch.drop(name)
+        if self.near is not None:
+            self.near.drop(name)
         self.room.give_back(name)
 
     def _count(self, offloaded: OffloadedRequest, sign: int) -> None:
@@ -457,7 +413,7 @@ class KvOffloader:
     def _whole_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size) * self._page_size
 
-    def _resume_one(self, offloaded: OffloadedRequest, reserve: int) -> bool:
+    def _give_kv(self, offloaded: OffloadedRequest, reserve: int) -> bool:
         if offloaded.runs is None:
             raise ValueError(f"request {offloaded.req.rid} is no longer offloaded.")
         match: PrefixMatch = self._tree.match_prefix(
@@ -474,7 +430,11 @@ class KvOffloader:
             return False
         req = offloaded.req
         self._rows.alloc([req])
-        self._fill_row(req.kv.req_pool_idx, node, matched, slots)
+        row = req.kv.req_pool_idx
+        if matched:
+            shared = self._tree.path_device_indices(node)[:matched]
+            self._rows.write((row, slice(0, matched)), shared)
+        self._rows.write((row, slice(matched, matched + len(slots))), slots)
         # The tree may have more of it by now.
         skip = matched - offloaded.shared_len
         self.num_prefetched += self.load(req.rid, slots, offloaded.runs, skip)
@@ -496,31 +456,11 @@ class KvOffloader:
         # The next tokens take the rest of the last page, as usual.
         return None if slots is None else slots[:num_tokens]
 
-    def _fill_row(
-        self, row: int, node: TreeNode, matched: int, slots: torch.Tensor
-    ) -> None:
-        if matched:
-            shared = self._tree.path_device_indices(node)[:matched]
-            self._rows.write((row, slice(0, matched)), shared)
-        self._rows.write((row, slice(matched, matched + len(slots))), slots)
-
-    def _decode_batch(self, reqs: list[Req]) -> ScheduleBatch:
+    def _decode_batch(self, req: Req) -> ScheduleBatch:
         """A batch ready for ``merge_batch`` or ``prepare_for_decode``."""
-        plain = [req for req in reqs if not counts_tokens(req.sampling_params)]
-        batches = [self._new_batch(plain)] if plain else []
-        for req in reqs:
-            if counts_tokens(req.sampling_params):
-                batches.append(self._new_batch([req]))
-                # The next decode counts for itself.
-                count_again(batches[-1], len(req.output_ids) - 1)
-        for batch in batches[1:]:
-            batches[0].merge_batch(batch)
-        return batches[0]
-
-    def _new_batch(self, reqs: list[Req]) -> ScheduleBatch:
         scheduler = self._scheduler
         batch: ScheduleBatch = schedule_batch.ScheduleBatch.init_new(
-            reqs=reqs,
+            reqs=[req],
             req_to_token_pool=self._rows,
             token_to_kv_pool_allocator=self._allocator,
             tree_cache=self._tree,
@@ -528,19 +468,18 @@ class KvOffloader:
             enable_overlap=scheduler.enable_overlap,
             spec_algorithm=scheduler.spec_algorithm,
         )
-        batch.multimodal_inputs = [None] * len(reqs)
-        rows = torch.tensor([req.kv.req_pool_idx for req in reqs], dtype=torch.int64)
-        lens = torch.tensor([req.kv.kv_committed_len for req in reqs])
+        batch.multimodal_inputs = [None]
+        rows = torch.tensor([req.kv.req_pool_idx], dtype=torch.int64)
+        lens = torch.tensor([req.kv.kv_committed_len])
         batch.req_pool_indices_cpu, batch.seq_lens_cpu = rows, lens
         batch.req_pool_indices = rows.to(batch.device)
         batch.seq_lens = lens.to(batch.device)
         batch.orig_seq_lens = lens.to(batch.device, torch.int32)
         if batch.return_logprob:
-            logprobs = [req.logprob for req in reqs]
-            batch.top_logprobs_nums = [each.top_logprobs_num for each in logprobs]
-            batch.token_ids_logprobs = [each.token_ids_logprob for each in logprobs]
+            batch.top_logprobs_nums = [req.logprob.top_logprobs_num]
+            batch.token_ids_logprobs = [req.logprob.token_ids_logprob]
         # The next step reads its input from here, row by row.
-        last_tokens = torch.tensor([req.output_ids[-1] for req in reqs])
+        last_tokens = torch.tensor([req.output_ids[-1]])
         scheduler.future_map.stash(
             batch.req_pool_indices,
             RelayPayload(bonus_tokens=last_tokens.to(batch.device)),

@@ -1,24 +1,19 @@
 """SGLang's radix cache, which evicts in the order of the plan.
 
 Shared prefixes that later requests need are pinned (locked) in the tree. SGLang evicts
-everything else as usual: answers, the prompts' own tails, and prefixes whose last
-request has started. The tree core stays the compiled one, which evicts in a fraction of
-a millisecond.
+everything else as usual: answers, the prompts' own tails, and prefixes whose last request
+has started. An eviction, from top to bottom:
 
-An eviction, from top to bottom:
-
-1. An allocation finds too little free KV. SGLang calls :meth:`PlannedRadixCache.evict`
-   or :meth:`~PlannedRadixCache.evict_for_alloc` with the number of tokens it needs.
-2. :meth:`PinnedPrefixes.unpin_until_evictable` removes pins until SGLang can evict that
-   many tokens.
-3. Each pin removed is that of the prefix whose next use is furthest away, in the job
-   that comes last (:meth:`PinnedPrefixes.unpin_furthest`). The future is known, so this
-   is Belady's rule. ``PrefixUses.furthest`` finds the prefix. Of a job that
-   may still grow, the host keeps a copy (:mod:`.host_prefixes`).
+1. An allocation finds too little free KV, and SGLang calls :meth:`PlannedRadixCache.evict` or
+   :meth:`~PlannedRadixCache.evict_for_alloc` with the number of tokens it needs.
+2. :meth:`PinnedPrefixes.unpin_until_evictable` removes pins until that many can be evicted.
+3. Each pin removed is that of the prefix whose next use is furthest away, in the job that
+   comes last (:meth:`PinnedPrefixes.unpin_furthest`). The future is known, so this is
+   Belady's rule. Of a job that may still grow, the host keeps a copy (:mod:`.host_prefixes`).
 4. SGLang evicts unpinned KV, the least recently used first.
 
-The scheduler makes the same choice ahead of an allocation where it has to know how much
-KV it can get (:meth:`PinnedPrefixes.unpin_until_free`).
+The scheduler makes the same choice ahead of an allocation where it has to know how much KV
+it can get (:meth:`PinnedPrefixes.unpin_until_free`).
 """
 
 from __future__ import annotations
@@ -80,11 +75,9 @@ class PlannedRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self._ends = ends
 
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: object) -> None:
-        """Put the computed tokens of a request into the tree.
-
-        Of sliding-window layers the tree keeps only the window before the end. So a
-        leader's tokens are put there in parts, each of which ends where others need it.
-        """
+        """Put the computed tokens of a request into the tree. Of sliding-window layers the
+        tree keeps only the window before the end. So a leader's tokens are put there in
+        parts, each of which ends where others need it."""
         if self._ends is not None and self.supports_swa() and not req.finished():
             for end in self._ends(req):
                 if req.kv.cache_protected_len < end < up_to:
@@ -92,11 +85,9 @@ class PlannedRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         super().checkpoint(req, up_to=up_to, **kwargs)
 
     def next_stop(self, req: Req, begin: int) -> int | None:
-        """Where a prompt is cut that is computed from ``begin`` tokens on, if it is.
-
-        A model with recurrent layers has its state where a chunk ends and nowhere else, so
-        a leader's chunks end where others continue.
-        """
+        """Where a prompt is cut that is computed from ``begin`` tokens on, if it is. A
+        model with recurrent layers has its state where a chunk ends and nowhere else, so a
+        leader's chunks end where others continue."""
         if self._ends is None or not self.supports_mamba():
             return None
         ends = [*self._ends(req), self.step_ends.get(req.rid, 0)]
@@ -127,10 +118,8 @@ class PlannedRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         super().reset()
 
     def free_or_evictable(self) -> int:
-        """Tokens of KV that can be allocated without removing a pin.
-
-        Of a model with windows, in the layers that keep all KV.
-        """
+        """Tokens of KV that can be allocated without removing a pin, of a model with
+        windows in the layers that keep all KV."""
         allocator = self.token_to_kv_pool_allocator
         if self.supports_swa():
             return int(allocator.full_available_size() + self.full_evictable_size())
@@ -144,11 +133,8 @@ class PlannedRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return int(available + self.swa_evictable_size())
 
     def lock_prefix(self, req: Req, num_tokens: int) -> TreeLock | None:
-        """Lock the first ``num_tokens`` of a request's prompt in the tree.
-
-        Returns:
-            A lock for ``unlock``. None if the tree does not hold all of these tokens.
-        """
+        """Lock the first ``num_tokens`` of a request's prompt in the tree, for ``unlock``.
+        None if the tree does not hold all of these tokens."""
         key = _req_radix_key(self, req, req.origin_input_ids, num_tokens)
         found: PrefixMatch = self.match_prefix(MatchPrefixParams(key=key))
         if found.device_prefix_len != num_tokens:
@@ -168,9 +154,9 @@ class PinnedPrefixes:
     """The prefixes that jobs have pinned in the cache, and the order to unpin them.
 
     Args:
-        host: keeps prefixes of jobs that may still grow. None where KV cannot be moved
-            to the host; they are computed again.
-        saves_all: whether it keeps those of whole jobs, too.
+        host: keeps prefixes of jobs that may still grow, and of whole jobs with
+            ``saves_all``. None where KV cannot be moved to the host; they are computed
+            again.
     """
 
     def __init__(
@@ -206,12 +192,10 @@ class PinnedPrefixes:
         self.unlock([job.uses.unpin(node) for node in nodes])
 
     def unlock(self, pins: list[Pin]) -> None:
-        """Remove pins that a job has forgotten."""
         for pin in pins:
             self._cache.unlock(pin.lock)
 
     def unpin_spent(self, job: JobState, request: ScheduledRequest) -> None:
-        """Unpin a request's prefixes that no later request needs."""
         self.unpin(job, job.uses.spent(request))
 
     def unpin_job(self, job: JobState) -> None:
@@ -274,11 +258,9 @@ class PinnedPrefixes:
         return False
 
     def _unpin_in_use(self) -> bool:
-        """Unpin a prefix that running requests use, in the last job that has one.
-
-        They hold the prefix, but not its window or state: of each prefix on a path one is
-        pinned, for later requests alone. Together they may fill that pool.
-        """
+        """Unpin a prefix that running requests use, in the last job that has one. They hold
+        the prefix, but not its window or state: of each prefix on a path one is pinned, for
+        later requests alone. Together they may fill that pool."""
         for job in reversed([*self._jobs.in_order()]):
             node = job.uses.furthest_in_use()
             if node:
@@ -291,7 +273,7 @@ class PinnedPrefixes:
 
         Unless there is a second tier for all, only for requests that are on the host
         without it, or of a job that may still grow: what a whole plan evicts is rarely
-        needed again, and the plan counts on computing it.
+        needed again.
         """
         uses, pin = job.uses, job.uses.pins[node]
         if self.host is None or not (
@@ -319,11 +301,9 @@ class PinnedPrefixes:
             self._cache.unlock(lock)
 
     def reachable_tokens(self, num_tokens: int) -> int:
-        """Tokens that can be allocated after unpinning, exact up to ``num_tokens``.
-
-        With several jobs this does unpin. A prefix pinned by one job may be pinned by
-        another too, and only unpinning shows whether any KV becomes evictable.
-        """
+        """Tokens that can be allocated after unpinning, exact up to ``num_tokens``. With
+        several jobs this does unpin: a prefix may be pinned by two, and only unpinning
+        shows whether any KV becomes evictable."""
         if len(self._jobs) > 1:
             self._unpin_unused_until_free(num_tokens)
         idle = self._jobs.idle_tokens if len(self._jobs) == 1 else 0
@@ -331,10 +311,8 @@ class PinnedPrefixes:
 
     @property
     def window_room(self) -> int:
-        """Tokens of sliding-window layers that can be had, by unpinning if need be.
-
-        Without such layers no limit. Windows may overlap, so it may be less.
-        """
+        """Tokens of sliding-window layers that can be had, by unpinning if need be. Without
+        such layers no limit. Windows may overlap, so it may be less."""
         room = self._cache.free_or_evictable_windows()
         if room == NO_LIMIT or len(self._jobs) > 1:
             return room

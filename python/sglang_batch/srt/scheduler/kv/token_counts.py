@@ -1,15 +1,14 @@
 """Penalties and minimum lengths count the same tokens in whatever company a request runs.
 
 SGLang counts the tokens of an output per row of the running batch: before each decode, the
-last one that the scheduler knows. With the overlap schedule the result of the step before is
-not known yet, so a request that decodes in every step counts each token one step late (and the last
-of its prompt first). Where a step of other requests' prompts lies between two decodes, the
-scheduler knows one more: a token is left out and the next one is counted twice. Which tokens
-are counted, and so the answer, depended on who else was running.
+last one that the scheduler knows. With the overlap schedule that is one step late, except
+behind a step of other requests' prompts: then a token is left out and the next one is
+counted twice. Which tokens are counted, and so the answer, depended on who else was
+running.
 
 Here the token is named by its place in the output: the one that SGLang counts for a request
-that runs alone. A request that was offloaded or retracted comes back in a new row, whose counts
-begin at zero, and all that it would have counted is counted again.
+that runs alone. A request that was offloaded or retracted comes back in a new row, whose
+counts begin at zero, and all that it would have counted is counted again.
 """
 
 from __future__ import annotations
@@ -75,11 +74,9 @@ def _count(batch: ScheduleBatch, tokens: list[int]) -> None:
 
 
 def count_retracted(batch: ScheduleBatch, vocab_size: int) -> None:
-    """Count the output of those requests of a prefill batch that were retracted.
-
-    SGLang prefills their output with their prompt. Rows that a mixed batch decodes
-    have their counts already.
-    """
+    """Count the output of those requests of a prefill batch that were retracted: SGLang
+    prefills it with their prompt. Rows that a mixed batch decodes have their counts
+    already."""
     decoding = batch.decoding_reqs or ()
     for row, req in enumerate(batch.reqs[: len(batch.reqs) - len(decoding)]):
         if req.output_ids and counts_tokens(req.sampling_params):
@@ -93,7 +90,6 @@ def count_retracted(batch: ScheduleBatch, vocab_size: int) -> None:
 
 
 def _copy_row(source: SamplingInfo, target: SamplingInfo, row: int) -> None:
-    """Overwrite one row of the counts by the only row of others."""
     penalizers = target.penalizer_orchestrator.penalizers
     for kind, counted in source.penalizer_orchestrator.penalizers.items():
         for name, value in vars(counted).items():

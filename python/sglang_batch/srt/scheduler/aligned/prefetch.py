@@ -2,10 +2,8 @@
 
 A request on the host joins in the step in which its KV fits, and the forward pass of that
 step waits for its transfer. The requests that come next are known, so their KV is copied
-into a buffer ahead, during forward passes (AlignedServe, section 3.2). When one joins,
-its KV is on the device, and is only moved there.
-
-The buffer is memory of the device itself, or of another one that it can read directly.
+into a buffer ahead, during forward passes (AlignedServe, section 3.2). The buffer is memory
+of the device itself, or of another one that it can read directly.
 """
 
 from __future__ import annotations
@@ -14,33 +12,20 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.runtime_context import get_parallel
 
+from ....config import OfflineBatchConfig
 from ....errors import EngineError
-from .host_pool import HostPool, HostRoom, Run
+from ..kv.host_pool import HostKv, HostPool, HostRoom, Run
 
 # Expected rate from the host to a device, which limits the copies of a step: half that of
 # PCIe 5, as all GPUs of a machine may load at a time.
 BYTES_PER_S = 25e9
 
 
-class HostKv(NamedTuple):
-    """KV on the host: of a request, or of a prefix.
-
-    name: of its pages in ``HostRoom``.
-    tokens: their number, and ``runs`` the pages.
-    """
-
-    name: str
-    tokens: int
-    runs: Sequence[Run]
-
-
 class BufferPart(NamedTuple):
-    """Pages of some KV that are copied in one step.
-
-    first: the page of the buffer where all of it begins.
-    begin, end: pages of the KV.
-    """
+    """Pages [begin, end) of some KV, which begins at page ``first`` of the buffer. They are
+    copied in one step."""
 
     name: str
     first: int
@@ -49,14 +34,8 @@ class BufferPart(NamedTuple):
 
 
 class PrefetchRoom:
-    """The pages of a buffer, in which KV has one run each, and how many were copied to.
-
-    Args:
-        num_pages: of the buffer.
-
-    Attributes:
-        gone: names that lost their pages to others in the last :meth:`fetch`.
-    """
+    """The pages of a buffer, in which KV has one run each, and how many were copied to. The
+    names in ``gone`` lost their pages to others in the last :meth:`fetch`."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -71,7 +50,6 @@ class PrefetchRoom:
 
     def fetch(self, wanted: Sequence[tuple[str, int]], most: int) -> list[BufferPart]:
         """Give pages to the KV that is loaded next, as much of it as there is room for.
-
         Other KV leaves only where its pages are needed.
 
         Args:
@@ -136,12 +114,8 @@ class PrefetchRoom:
 
 
 class KvPrefetch:
-    """A buffer between the host pool and the device's KV.
-
-    Args:
-        pool: the KV on the host.
-        num_pages: pages of the buffer.
-        device: where the buffer is.
+    """A buffer of ``num_pages`` pages on ``device``, between the host pool and the device's
+    KV.
 
     Raises:
         EngineError: the KV's device cannot read the memory of ``device`` directly.
@@ -178,11 +152,8 @@ class KvPrefetch:
         return -(-tokens // self._page_size)
 
     def fetch(self, wanted: Sequence[HostKv], seconds: float) -> None:
-        """Copy the KV that is loaded next, the first of it first.
-
-        Args:
-            seconds: that the step takes, so that copies end with it.
-        """
+        """Copy the KV that is loaded next, the first of it first, in a step of so many
+        seconds."""
         most = self._room.num_pages
         if self._stream is not None:
             most = max(1, int(seconds * self._pages_per_s))
@@ -246,3 +217,17 @@ class KvPrefetch:
         event = self._events.pop(name, None)
         if event is not None:
             self._module.current_stream().wait_event(event)
+
+
+def make_prefetch(pool: HostPool, config: OfflineBatchConfig) -> KvPrefetch:
+    """The buffer of ``prefetch_bytes``, on this device or from ``prefetch_device`` on.
+
+    Raises:
+        EngineError: as of :class:`KvPrefetch`.
+    """
+    page_bytes = pool.page_size * pool.token_bytes
+    device = pool.device
+    if config.prefetch_device is not None:
+        first = torch.device(config.prefetch_device)
+        device = torch.device(first.type, (first.index or 0) + get_parallel().tp_rank)
+    return KvPrefetch(pool, config.prefetch_bytes // page_bytes, device)

@@ -1,0 +1,1 @@
+"""AlignedServe beside the core: rows that leave in a switch, prefetch, and prefill ahead."""

@@ -118,7 +118,7 @@ class Drive:
         new = [node for node in path if not model.users(node)]
         assert uses.newly_locked(request.node) == model.tokens(new)
         kept_now = [node for node in new if node in model.pins]
-        assert uses.newly_kept(request.node) == model.tokens(kept_now)
+        assert uses.newly_locked(request.node, pinned=True) == model.tokens(kept_now)
         uses.start(request, kept)
         model.to_come.remove(leaf)
         model.running.add(leaf)

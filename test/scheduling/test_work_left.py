@@ -8,7 +8,7 @@ import pytest
 from scheduling_jobs import plan_of
 
 from sglang_batch.scheduling.job_plan import JobPlan, StepCost
-from sglang_batch.scheduling.job_work import WorkLeft
+from sglang_batch.scheduling.job_work import WorkLeft, density_of
 from sglang_batch.scheduling.scheduled_request import ScheduledRequest
 
 PROMPTS = [(1, 1, 1), (2, 2, 2), (3, 3, 3), (4, 4, 4)]
@@ -48,19 +48,19 @@ def request(leaf: int, steps: int, est_decode_steps: int = 8) -> ScheduledReques
 
 def test_what_was_done_is_not_left() -> None:
     work = WorkLeft(planned(8.0))
-    assert work.density == pytest.approx(11.0 / (2 * reads(8)))
+    assert density_of([work]) == pytest.approx(11.0 / (2 * reads(8)))
     work.did(5.0, 0.0)
-    assert work.density == pytest.approx(6.0 / (2 * reads(8)))
+    assert density_of([work]) == pytest.approx(6.0 / (2 * reads(8)))
     work.did(0.0, reads(8))
-    assert work.density == pytest.approx(6.0 / reads(8))
+    assert density_of([work]) == pytest.approx(6.0 / reads(8))
 
 
 def test_bounds_where_nothing_is_left_of_a_kind() -> None:
     work = WorkLeft(planned(8.0))
     work.did(0.0, 1e6)
-    assert work.density == 1e6
+    assert density_of([work]) == 1e6
     work.did(1e6, 0.0)
-    assert work.density == 1e-6
+    assert density_of([work]) == 1e-6
 
 
 def test_after_all_requests_have_ended_nothing_is_left() -> None:
@@ -70,7 +70,7 @@ def test_after_all_requests_have_ended_nothing_is_left() -> None:
         work.ended(request(leaf, steps))
     compute_s = sum(3 + steps for steps in lengths) * 0.25
     work.did(compute_s - 1.0, sum(map(reads_of_an_answer, lengths)) * 0.5 - 1.0)
-    assert work.density == pytest.approx(1.0)
+    assert density_of([work]) == pytest.approx(1.0)
 
 
 def test_one_that_outlives_its_estimate_is_counted_once() -> None:
@@ -82,7 +82,7 @@ def test_one_that_outlives_its_estimate_is_counted_once() -> None:
     for leaf in (1, 2, 3):
         work.ended(request(leaf, 0))
     work.did((12 + 40) * 0.25 - 2.0, reads_of_an_answer(40) * 0.5 - 1.0)
-    assert work.density == pytest.approx(2.0)
+    assert density_of([work]) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("later", [8.0, 100.0])
@@ -97,12 +97,12 @@ def test_a_new_plan_does_not_bring_back_what_has_ended(later: float) -> None:
     lengths = [2, 20, 5, 5]
     compute_s = sum(3 + steps for steps in lengths) * 0.25
     work.did(compute_s - 3.0, sum(map(reads_of_an_answer, lengths)) * 0.5 - 1.0)
-    assert work.density == pytest.approx(3.0)
+    assert density_of([work]) == pytest.approx(3.0)
 
 
 def test_requests_that_no_plan_knows_leave_the_rest_as_it_is() -> None:
     work = WorkLeft(planned(8.0))
-    before = work.density
+    before = density_of([work])
     work.ended(request(-1, 10))
     work.did((3 + 10) * 0.25, reads_of_an_answer(10) * 0.5)
-    assert work.density == pytest.approx(before)
+    assert density_of([work]) == pytest.approx(before)

@@ -25,10 +25,6 @@ _MOST_AHEAD = 1024
 _MOST_ENDED = 1 << 24
 
 
-def _nowhere(node: int) -> Sequence[tuple[JobState, int]]:
-    return ()
-
-
 class Extension(NamedTuple):
     """The consequences of a plan that covers other requests.
 
@@ -100,7 +96,8 @@ class JobState:
         self._subtree = subtrees(plan.parent, plan.leaf_begin, plan.leaf_end)
         self.priority = 0
         self.joined: Joined | None = None
-        self.elsewhere: Callable[[int], Sequence[tuple[JobState, int]]] = _nowhere
+        self.elsewhere: Callable[[int], Sequence[tuple[JobState, int]]]
+        self.elsewhere = lambda node: ()
 
     def __len__(self) -> int:
         return len(self._requests)

@@ -280,11 +280,6 @@ class WorkLeft:
     def kv_read_s(self) -> float:
         return max(self._kv_read_s - self._done_kv_read_s, 0.0)
 
-    @property
-    def density(self) -> float:
-        """See :func:`density_of`."""
-        return density_of([self])
-
 
 def density_of(works: Iterable[WorkLeft]) -> float:
     """Compute time over KV read time of the remaining work of all, 1e-6 to 1e6."""

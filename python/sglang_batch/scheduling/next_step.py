@@ -208,20 +208,6 @@ def always(_: ScheduledRequest) -> bool:
     return True
 
 
-def nowhere(_: ScheduledRequest, begin: int) -> int | None:
-    """No prompt is cut."""
-    return None
-
-
-def never(_: int) -> bool:
-    """Not for any number of tokens."""
-    return False
-
-
-def nothing_more(_: Filling, tokens: int) -> None:
-    """Nothing is added to a step."""
-
-
 class EngineNow(NamedTuple):
     """The engine before a step.
 
@@ -269,9 +255,11 @@ class EngineNow(NamedTuple):
     host_room: int = 0
     is_near: Callable[[ScheduledRequest], bool] = always
     has_adapter: Callable[[ScheduledRequest], bool] = always
-    apart: Callable[[int], bool] = never
-    next_stop: Callable[[ScheduledRequest, int], int | None] = nowhere
-    fill_rest: Callable[[Filling, int], None] = nothing_more
+    apart: Callable[[int], bool] = lambda tokens: False
+    next_stop: Callable[[ScheduledRequest, int], int | None] = lambda request, begin: (
+        None
+    )
+    fill_rest: Callable[[Filling, int], None] = lambda filling, tokens: None
 
     @property
     def prompt_tokens(self) -> int:
@@ -543,7 +531,10 @@ class Filling:
         idle = uses.idle_tokens if self.now.idle_frees else 0
         room = self.now.room + idle - self.choice.room_needed
         if kv_accounting.num_running > 0:
-            if some + uses.newly_kept(request.node) + self.now.page_size > room:
+            if (
+                some + uses.newly_locked(request.node, pinned=True) + self.now.page_size
+                > room
+            ):
                 return Admission.NO_KV
             window_room = self.now.window_room - self.choice.room_needed
             if some + self.now.page_size > window_room:

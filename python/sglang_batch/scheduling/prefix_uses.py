@@ -131,28 +131,20 @@ class PrefixUses:
                 return int(self.depth[at])
         return 0
 
-    def newly_locked(self, node: int) -> int:
-        """Tokens of a node's prefix that no running request uses."""
+    def newly_locked(self, node: int, *, pinned: bool = False) -> int:
+        """Tokens of a node's prefix that no running request uses, or those of them that
+        are pinned."""
         tokens = 0
         for at in self.path(node):
             if self._running[at]:
                 break
-            tokens += int(self._length[at])
+            if not pinned or at in self.pins:
+                tokens += int(self._length[at])
         return tokens
 
     def num_newly_locked(self, node: int) -> int:
         """Nodes of a node's prefix that no running request uses."""
         return sum(not self._running[at] for at in self.path(node))
-
-    def newly_kept(self, node: int) -> int:
-        """Pinned tokens of a node's prefix that no running request uses."""
-        tokens = 0
-        for at in self.path(node):
-            if self._running[at]:
-                break
-            if at in self.pins:
-                tokens += int(self._length[at])
-        return tokens
 
     def _is_kept(self, node: int) -> bool:
         if node in self.pins:

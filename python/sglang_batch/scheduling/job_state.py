@@ -368,7 +368,7 @@ class JobState:
         leaves = LeafNumbers(plan.number)
         moved = leaves.of_all(old.number)
         ended = np.flatnonzero(np.frombuffer(bytes(self._ended), np.uint8))
-        over = leaves.of_all(ended + self._leaves.lowest)
+        over = leaves.of_all((ended + self._leaves.lowest).astype(np.int32))
         over = over[over >= 0]
         first, self._leaves = self._leaves.lowest, leaves
         if leaves.lowest > first:

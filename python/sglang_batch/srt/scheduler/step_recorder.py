@@ -377,7 +377,7 @@ def _columns(
 ) -> list[tuple[int, _M]]:
     """The metrics of two tables, each with the index of its column in a record."""
     sides = [{**labels, "side": side} for side in SIDES]
-    found = []
+    found: list[tuple[int, _M]] = []
     for table, each, ends in (
         (plain, [labels], [""]),
         (by_side, sides, [f"_{side}" for side in SIDES]),

@@ -149,9 +149,7 @@ def run_ours(model: str, seed: int) -> int:
         async def run() -> int:
             await answer_all(engine, config, WARM_UP_PROMPTS, [SHORT] * 4)
             job = answer_all(engine, config, prompts(seed), [LINE] * NUM_LINES)
-            return await send_online(
-                engine._tokenizer_manager, asyncio.ensure_future(job)
-            )
+            return await send_online(engine.manager, asyncio.ensure_future(job))
 
         return int(loop.run_until_complete(run()))
 

@@ -169,7 +169,7 @@ def try_out(model_path: str, arguments: list[str]) -> dict[str, Any]:
     server_args = in_process.parse_server_args(["--model-path", model_path, *arguments])
     with in_process.engine(server_args) as (engine, loop):
         loop.run_until_complete(engine.connect())
-        manager: Any = engine._tokenizer_manager
+        manager: Any = engine.manager
         state = loop.run_until_complete(manager.get_internal_state())
     found: dict[str, Any] = state[0]["offline_batch"]
     if "split_trial" not in found:

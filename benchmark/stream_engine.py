@@ -161,7 +161,7 @@ def main() -> None:
             return loop.run_until_complete(run_job(engine, name, count, stop_s))
 
         loop.run_until_complete(engine.connect())
-        manager: Any = engine._tokenizer_manager
+        manager: Any = engine.manager
         run("warm-up", 100)
         counted = Counted(engine)
         begin = time.perf_counter()

@@ -391,7 +391,7 @@ def run_ours(task: Task, scratch: Path, started: float) -> Iterator[dict[str, An
         run(WARM_UP_PROMPTS, [_short()] * len(WARM_UP_PROMPTS))
         for number in range(1, task.repeats + 1):
             if number > 1:
-                manager: Any = engine._tokenizer_manager
+                manager: Any = engine.manager
                 if not loop.run_until_complete(manager.flush_cache()).success:
                     raise RuntimeError("the cache was not emptied")
             task = wait_for_go(task, scratch, number)
@@ -448,7 +448,7 @@ def num_steps(loop: asyncio.AbstractEventLoop, engine: Any) -> int:
     """Steps that an engine has made."""
     from sglang_batch.srt.compat.support import STATE_KEY
 
-    states = loop.run_until_complete(engine._tokenizer_manager.get_internal_state())
+    states = loop.run_until_complete(engine.manager.get_internal_state())
     return int(states[0][STATE_KEY]["steps"])
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from sglang_batch.batch_api.media_places import parse_place
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import ConfigError
-from sglang_batch.srt.engine.media import _is_below, check_places
+from sglang_batch.srt.engine.media import _is_below, check_sources
 
 SITE = "https://images.example.com"
 
@@ -106,7 +108,7 @@ def test_places_of_an_entry(place: str, entry: str) -> None:
 def test_places_that_only_look_like_those_of_an_entry(place: str, entry: str) -> None:
     assert not _is_below(place, [entry])
     with pytest.raises(ValueError, match="may not be read"):
-        check_places([{"url": place}], [entry])
+        check_sources(SimpleNamespace(image_data=[{"url": place}]), [entry])
 
 
 @pytest.mark.parametrize(

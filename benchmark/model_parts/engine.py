@@ -87,7 +87,7 @@ def _with_plans(jobs: list[Any], arguments: list[str]) -> list[Any]:
         arguments = [*arguments, '--offline-batch-config={"learn_costs": false}']
     with in_process.engine(in_process.parse_server_args(arguments)) as (engine, loop):
         loop.run_until_complete(engine.connect())
-        manager: Any = engine._tokenizer_manager
+        manager: Any = engine.manager
         for prompts, params in jobs:
             config = OfflineBatchConfig(policy="dfs")
             answers = answer_all(engine, config, prompts, params)

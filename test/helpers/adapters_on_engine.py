@@ -99,8 +99,8 @@ async def planned(engine: Any, job: list[Line], policy: str) -> dict[str, Any]:
     # A name of its own for each policy.
     name = named_job_id(f"{policy} {time.monotonic_ns()}")
     await Job(name, requests, range(len(requests)), engine, config, sink).run()
-    state = (await engine._tokenizer_manager.get_internal_state())[0]["offline_batch"]
-    await engine._tokenizer_manager.flush_cache()
+    state = (await engine.manager.get_internal_state())[0]["offline_batch"]
+    await engine.manager.flush_cache()
     return {
         "texts": [texts[i] for i in range(len(job))],
         "loads": len(loads()) - before,
@@ -123,7 +123,7 @@ async def among_online(engine: Any, job: list[Line], policy: str) -> dict[str, A
             sampling_params={"temperature": 0, "max_new_tokens": line.max_new_tokens},
             lora_path=None if line.adapter < 0 else f"a{line.adapter}",
         )
-        answers = engine._tokenizer_manager.generate_request(wanted, None)
+        answers = engine.manager.generate_request(wanted, None)
         answer = await anext(answers)
         return str(answer["text"])
 

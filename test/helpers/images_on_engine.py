@@ -112,7 +112,7 @@ def main() -> None:
     args = in_process.parse_server_args(sys.argv[1:])
     with in_process.engine(args) as (engine, loop):
         loop.run_until_complete(engine.connect())
-        manager = engine._tokenizer_manager
+        manager = engine.manager
         if given["ahead"]:
             engine._media_room = asyncio.Semaphore(given["ahead"])
         name = named_job_id(str(time.monotonic_ns()))

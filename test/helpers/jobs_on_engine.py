@@ -133,7 +133,7 @@ def from_disk(loop: Any, engine: Any) -> dict[str, Any]:
         return prepare(request, *args)
 
     engine._prepare = counted
-    manager = engine._tokenizer_manager
+    manager = engine.manager
     tokenize = manager._tokenize_texts
 
     async def noted(texts: Any, *args: Any) -> Any:
@@ -434,7 +434,7 @@ def main() -> None:
     args = in_process.parse_server_args(sys.argv[1:])
     with in_process.engine(args) as (engine, loop):
         loop.run_until_complete(engine.connect())
-        manager = engine._tokenizer_manager
+        manager = engine.manager
         before = engine.machine.cost
         # The planner is compiled here, and not while a job waits for a plan.
         run(loop, engine, "first", list(known_lengths()), policy="auto")

@@ -237,7 +237,7 @@ async def totals(manager: Any) -> dict[str, Any]:
 
 
 async def run(engine: Any, way: str, name: str) -> dict[str, Any]:
-    manager, asked = engine._tokenizer_manager, requests(name)
+    manager, asked = engine.manager, requests(name)
     config = OfflineBatchConfig(policy="dfs", max_inflight=len(asked))
     answers: dict[int, Any] = {}
 

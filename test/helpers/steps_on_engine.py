@@ -46,7 +46,7 @@ async def totals(manager: Any) -> dict[str, int]:
 async def run(engine: Any, name: str, rows: Any, policy: str) -> dict[str, int]:
     """The totals of one job. Its steps start when all of its requests are there:
     how fast they arrive is up to the machine."""
-    manager = engine._tokenizer_manager
+    manager = engine.manager
     requests = [request(i, *row) for i, row in enumerate(rows)]
     config = OfflineBatchConfig(policy=policy, max_inflight=len(requests))
     answers = []

@@ -84,7 +84,7 @@ class Stress:
     def __init__(self, engine: SGLangEngine, loop: Any, model: Path) -> None:
         self.engine = engine
         self.loop = loop
-        self.manager = engine._tokenizer_manager
+        self.manager = engine.manager
         self._model: Any = AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.float32
         )

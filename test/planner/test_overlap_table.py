@@ -106,14 +106,12 @@ def test_without_cells_nothing_is_split() -> None:
     table = OverlapTable([])
     assert table.choose(MixedStep(1, 1, 1.0)) is None
     assert table.exponent == 1.0
-    assert table.weight_reads == 1
 
 
 @pytest.mark.parametrize("k", [1.0, 1.2, 1.47, 2.5, 6.0])
 def test_the_exponent_of_the_law_is_found(k: float) -> None:
     table = OverlapTable([cell(k=k), cell(2048, k=k), cell(512, gain=0.0, k=9.0)])
     assert table.exponent == pytest.approx(k, rel=1e-3)
-    assert table.weight_reads == 2
 
 
 def test_perfect_overlap_has_an_infinite_exponent() -> None:

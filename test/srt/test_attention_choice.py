@@ -35,11 +35,7 @@ from sgl_kernel_ext.shared_prefix_attention import (
 )
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import ConfigError, EngineError
-from sglang_batch.srt.attention import (
-    attention_backend,
-    attention_checks,
-    attention_choice,
-)
+from sglang_batch.srt.attention import attention_backend, attention_choice
 from sglang_batch.srt.attention.attention_backend import (
     ALONE,
     SHARED,
@@ -142,7 +138,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Backends that were made to share, on a GPU that the kernel knows."""
     done: list[Any] = []
     one_rank = SimpleNamespace(tp_size=1, attn_tp_size=1)
-    for module in (attention_choice, attention_checks):
+    for module in (attention_choice, attention_choice):
         monkeypatch.setattr(module, "get_parallel", lambda: one_rank)
     monkeypatch.setattr(attention_backend, "share", lambda b, _: done.append(b))
     monkeypatch.setattr(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +13,13 @@ from sglang.srt.configs.model_config import ModelConfig
 from tiny_models import tiny_config
 
 from sglang_batch.errors import ConfigError
+from sglang_batch.srt.compat.support import DROP_FLAG, LIMITS, REFUSALS
 from sglang_batch.srt.compat.tiers import (
     MODEL_KINDS,
     Tier,
     check_drafts,
     check_model,
-    kinds_table,
-    limits_table,
     model_tier,
-    refusals_table,
 )
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
@@ -101,6 +102,49 @@ def test_an_index_of_groups_is_refused(tmp_path: Path) -> None:
     pooled = {**sparse, "index_kpool": 4}
     config = read("deepseek_v3", tmp_path / "a", "DeepseekV32ForCausalLM", **pooled)
     assert model_tier(config).tier is Tier.REFUSED
+
+
+def kinds_table() -> str:
+    """The kinds of models and their tiers, as a Markdown table."""
+    lines = [
+        "| kind of model | tier | why |",
+        "|---|---|---|",
+        "| KV of all tokens, nothing else | full | |",
+    ]
+    for kind in MODEL_KINDS:
+        why = f"{kind.reason}; {kind.way_out}" if kind.way_out else kind.reason
+        lines.append(f"| {kind.name} | {kind.tier} | {why} |")
+    return "\n".join(lines)
+
+
+def limits_table() -> str:
+    """The flags with which requests are not offloaded, as a Markdown table."""
+    return _table_of_flags(
+        (f"{_flags(limit.names)} {', '.join(limit.values)}".rstrip(), limit.reason)
+        for limit in LIMITS
+    )
+
+
+def refusals_table() -> str:
+    """The flags that the offline scheduler refuses, as a Markdown table."""
+    return _table_of_flags(
+        (_flags(each.names), each.reason)
+        if each.way_out == DROP_FLAG
+        else (_flags(each.names), f"{each.reason}; {each.way_out}")
+        for each in REFUSALS
+    )
+
+
+def _table_of_flags(rows: Iterable[tuple[str, str]]) -> str:
+    """rows: flags and their reason. Neighbours with the same reason become one row."""
+    lines = ["| flag | why |", "|---|---|"]
+    for why, group in groupby(rows, key=itemgetter(1)):
+        lines.append(f"| {', '.join(flags for flags, _ in group)} | {why} |")
+    return "\n".join(lines)
+
+
+def _flags(names: list[str]) -> str:
+    return ", ".join(f"`--{name.replace('_', '-')}`" for name in names)
 
 
 def test_docs_have_the_tables() -> None:

@@ -113,7 +113,7 @@ async def paired(
     aborted: list[str] = []
     manager = SimpleNamespace(abort_request=aborted.append)
     pairing = Pairing(manager, [fake.url for fake in fakes])
-    pairing.start()
+    pairing.servers.start()
     try:
         yield pairing, fakes, aborted
     finally:
@@ -344,7 +344,7 @@ async def _jobs() -> None:
     async with paired() as (pairing, [fake], _):
         await until(lambda: pairing.servers.servers[0].is_up)
         await pairing.open_job("batch_1", [some_plan()])
-        await pairing.set_priority("batch_1", 2)
+        await pairing.servers.set_priority("batch_1", 2)
         name = pairing.servers.name_of("batch_1")
         assert [(job.action, job.job_id) for job in fake.jobs] == [
             ("open", name),
@@ -357,7 +357,7 @@ async def _jobs() -> None:
         await fake.start()
         await until(lambda: pairing.servers.servers[0].is_up)
         assert [job.action for job in fake.jobs] == ["open", "priority"]
-        await pairing.close_job("batch_1")
+        await pairing.servers.close_job("batch_1")
         assert fake.jobs[-1].action == "close"
 
 

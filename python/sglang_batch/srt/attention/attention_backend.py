@@ -1,20 +1,18 @@
 """Attention that reads shared prefixes once, in front of one of SGLang's backends.
 
-The backend is SGLang's own with another way to run some steps. Before a forward, the
-scheduler sets the prefixes that its requests share (:mod:`.prefix_forest`), and
-:mod:`.attention_plans` decides whether reading each of them once is faster. If it is
-not, or if the step has no decodes, the step runs as SGLang would run it.
+Before a forward, the scheduler sets the prefixes that its requests share
+(:mod:`.prefix_forest`), and :mod:`.attention_plans` decides whether reading each of them once
+is faster. If it is not, or if the step has no decodes, SGLang's backend runs it.
 
-For decodes in CUDA graphs, SGLang captures a graph for each label of an object like
-:class:`ShareVariants`, with and without shared prefixes, and calls it before each replay to
-choose one.
+For decodes in CUDA graphs, SGLang captures a graph for each label of :class:`ShareVariants`,
+with and without shared prefixes, and has it choose one before each replay.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import (
@@ -23,41 +21,28 @@ from sglang.srt.layers.attention.base_attn_backend import (
 from sglang.srt.layers.attention.base_attn_backend import (
     SharedReadEnds,
 )
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.runner_utils.capture_mode import (
     get_capture_attention_variant,
 )
 from sglang.srt.runtime_context import get_parallel, get_schedule
 
-from sgl_kernel_ext.shared_prefix_attention import (
-    AttentionPlanner,
-    Workspace,
-    run,
-    run_reference,
-    try_out,
-)
+from sgl_kernel_ext import shared_prefix_attention as kernels
+from sgl_kernel_ext.shared_prefix_attention import AttentionPlanner
 
 from ...errors import ConfigError, EngineError
 from ..compat.scheduler_types import (
     AttentionBackend,
     AttentionLayer,
     ForwardBatch,
+    ForwardMode,
     LayerKvPool,
     ModelRunner,
 )
-from .attention_checks import attention_layers
 from .attention_plans import Step, StepPlans
 from .cascade import Cascade
 from .prefix_forest import NO_GROUPS, PrefixForest
-
-if TYPE_CHECKING:
-    from ..compat.scheduler_types import (
-        AttentionBackend,
-        ForwardBatch,
-        ForwardMode,
-        ModelRunner,
-    )
-    from .attention_plans import SharingBackend
 
 SHARED, ALONE = "shared", "alone"
 
@@ -67,7 +52,7 @@ class ShareVariants:
 
     capture_labels = (ALONE, SHARED)
 
-    def __init__(self, backend: SharingBackend) -> None:
+    def __init__(self, backend: SharedPrefixMixin) -> None:
         self._backend = backend
 
     def select(self, forward_batch: ForwardBatch) -> str:
@@ -103,12 +88,12 @@ def variants_for(
     return ShareVariants(backend)
 
 
-def _sharing_backend(backend: AttentionBackend) -> SharingBackend | None:
+def _sharing_backend(backend: AttentionBackend) -> SharedPrefixMixin | None:
     """The backend that decodes, if it shares. SGLang may have combined two in one."""
     # FlashInfer's has another attribute of that name.
     for each in (backend, getattr(backend, "decode_backend", None)):
         if getattr(each, "shares_prefixes", False):
-            return cast("SharingBackend", each)
+            return cast("SharedPrefixMixin", each)
     return None
 
 
@@ -152,8 +137,7 @@ class Implementation(NamedTuple):
     """The kernels that execute plans.
 
     run: called for each layer, as ``sgl_kernel_ext.shared_prefix_attention.run``.
-    prepare: called once per step before its first layer, with the step and the page
-        table, or None if not needed.
+    prepare: called once per step, with the step and the page table, if not None.
     capturable: whether it may be captured in a CUDA graph.
     """
 
@@ -170,21 +154,22 @@ def _implementation(
     if chosen == "auto":
         chosen = "triton" if planner.device.type == "cuda" else "torch"
     if chosen == "torch":
-        return Implementation(chosen, run_reference)
+        return Implementation(chosen, kernels.run_reference)
     if planner.device.type != "cuda":
         raise ConfigError(
             f'attention="{chosen}" needs a GPU, and this is a {planner.device.type}; '
             'set "auto".'
         )
     if chosen == "triton":
-        return Implementation(chosen, run, capturable=True)
+        return Implementation(chosen, kernels.run, capturable=True)
+    modules = model_runner.model.modules()
     cascade = Cascade(
         num_q_heads=planner.num_q_heads,
         num_kv_heads=planner.num_kv_heads,
         head_dim=planner.head_dim,
         dtype=planner.dtype,
         # The same for all layers. The cascade checks that when it runs.
-        scale=attention_layers(model_runner.model)[0].scaling,
+        scale=next(m.scaling for m in modules if isinstance(m, RadixAttention)),
         device=planner.device,
     )
 
@@ -198,12 +183,8 @@ def _implementation(
 class SharedPrefixMixin(StockBackend):  # type: ignore[misc]
     """In front of one of SGLang's backends: runs the steps in which sharing is faster.
 
-    Attributes:
-        groups: the shared prefixes of the next forward, set by the scheduler.
-        graph: the label of the CUDA graph of the next replay, set by
-            :class:`ShareVariants`.
-        implementation: the kernels that execute plans.
-        plans: plans the steps.
+    groups: the shared prefixes of the next forward, set by the scheduler.
+    graph: the label of the CUDA graph of the next replay, set by :class:`ShareVariants`.
     """
 
     shares_prefixes = True
@@ -220,11 +201,7 @@ class SharedPrefixMixin(StockBackend):  # type: ignore[misc]
     _fixed_grid: int
 
     def set_up_sharing(self, model_runner: ModelRunner) -> None:
-        """Make the planners, and test the kernels on this device.
-
-        Raises:
-            ConfigError, EngineError: see :func:`share`.
-        """
+        """Make the planners, and test the kernels on this device. See :func:`share`."""
         config = model_runner.model_config
         tp_size = get_parallel().attn_tp_size
         pool = model_runner.token_to_kv_pool
@@ -234,7 +211,7 @@ class SharedPrefixMixin(StockBackend):  # type: ignore[misc]
         num_kv_heads = config.get_num_kv_heads(tp_size)
 
         def planner(
-            max_tokens: int, max_tile: int, workspace: Workspace | None = None
+            max_tokens: int, max_tile: int, workspace: kernels.Workspace | None = None
         ) -> AttentionPlanner:
             return AttentionPlanner(
                 num_q_heads=config.get_num_attention_heads(tp_size),
@@ -260,9 +237,9 @@ class SharedPrefixMixin(StockBackend):  # type: ignore[misc]
         else:
             decodes = planner(most_requests, 64)
         self.implementation = _implementation(model_runner, decodes)
-        if self.implementation.run is run:
+        if self.implementation.run is kernels.run:
             for each in filter(None, (decodes, mixed)):
-                try_out(each, table_width=int(self._slots.shape[1]))
+                kernels.try_out(each, table_width=int(self._slots.shape[1]))
         token_bytes = 2 * num_kv_heads * config.head_dim * pool.dtype.itemsize
         self.plans = StepPlans(decodes, mixed, int(pool.layer_num), token_bytes)
         self._fixed_grid = decodes.fixed_grid
@@ -270,11 +247,7 @@ class SharedPrefixMixin(StockBackend):  # type: ignore[misc]
     # SGLang's interface ---------------------------------------------------------------
 
     def shared_read_ends(self, fm: object) -> SharedReadEnds:
-        """Keep rows of ``req_to_token`` until the last layer of a step that shares.
-
-        Such a step reads ``req_to_token`` in every layer, and a prefix through the row
-        of one of its requests.
-        """
+        """Keep rows of ``req_to_token``, which a step that shares reads in every layer."""
         if len(self.groups.node_end) or self._step is not None:
             return SharedReadEnds.UNKNOWN
         return super().shared_read_ends(fm)
@@ -282,8 +255,7 @@ class SharedPrefixMixin(StockBackend):  # type: ignore[misc]
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan a step without a CUDA graph, or with its attention outside of one.
 
-        SGLang runs a mixed batch as an extend. Unlike a batch of prompts alone, it has
-        groups.
+        SGLang runs a mixed batch, which has groups, as an extend.
         """
         groups, self.groups = self.groups, NO_GROUPS
         self._grid = None
@@ -340,7 +312,9 @@ class SharedPrefixMixin(StockBackend):  # type: ignore[misc]
         layer: AttentionLayer, forward_batch: ForwardBatch, save: bool,
         options: dict[str, object],
     ) -> torch.Tensor:  # fmt: skip
-        wanted = [name for name, value in options.items() if not _is_off(value)]
+        wanted = [
+            name for name, v in options.items() if v is not None and v is not False
+        ]
         if wanted:
             raise EngineError(
                 f"a layer of this model attends with {', '.join(wanted)}, which the "
@@ -368,8 +342,3 @@ class SharedPrefixMixin(StockBackend):  # type: ignore[misc]
             **grid,
         )
         return out.flatten(1)
-
-
-def _is_off(value: object) -> bool:
-    """Whether an option of attention is not in use."""
-    return value is None or value is False

@@ -1,8 +1,7 @@
 """Whether an engine reads shared prefixes once, and in front of which backend.
 
-It does so if ``--attention-backend`` names our backend or the setting ``attention`` names
-an implementation. With "auto" it does so wherever the model and the device are supported
-and a trial run succeeds.
+It does if ``--attention-backend`` names our backend or the setting ``attention`` an
+implementation, and with "auto" wherever model and device are supported and a trial succeeds.
 """
 
 from __future__ import annotations
@@ -10,16 +9,16 @@ from __future__ import annotations
 import logging
 
 import torch
+from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.environ import envs
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.runtime_context import get_parallel
 
 from ...errors import ConfigError, EngineError
-from ..compat.scheduler_types import AttentionBackend, ModelRunner
-from ..compat.support import (
-    ATTENTION_ARGUMENTS,
-    ATTENTION_BACKEND,
-    is_deterministic,
-)
+from ..compat import support
+from ..compat.scheduler_types import AttentionBackend, AttentionLayer, ModelRunner
+from ..compat.support import ATTENTION_BACKEND
 
 logger = logging.getLogger(__name__)
 
@@ -35,19 +34,19 @@ def make_backend(model_runner: ModelRunner) -> AttentionBackend:
     """SGLang's factory for ``--attention-backend shared_prefix``.
 
     The result is the backend that SGLang itself would choose, made to share, or SGLang's
-    Triton backend where that one cannot share.
-
-    Raises:
-        ConfigError: the kernels do not support the model's attention.
-        EngineError: see :func:`.attention_backend.share`.
+    Triton backend where that one cannot share. Errors are those of :func:`share_by_default`.
     """
     from sglang.srt.arg_groups.model_override_base import get_default_attn_backend
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     from .attention_backend import share
-    from .attention_checks import check_model
 
-    check_model(model_runner)
+    found = model_obstacle(model_runner)
+    if found is not None:
+        raise ConfigError(
+            f"--attention-backend {ATTENTION_BACKEND} does not work with {found}; "
+            "drop the option to let SGLang choose."
+        )
     name = get_default_attn_backend(
         model_runner.server_args, False, model_runner.model_config
     )
@@ -62,13 +61,13 @@ def share_by_default(model_runner: ModelRunner) -> None:
     """Make the backend that SGLang has chosen share, if the settings allow it.
 
     Raises:
-        ConfigError: the setting names an implementation that does not support the
-            model, the backend or the machine.
-        EngineError: the setting names an implementation whose kernels fail here.
+        ConfigError: the implementation that the setting names does not support the model,
+            the backend or the machine.
+        EngineError: its kernels fail here.
     """
     server_args = model_runner.server_args
     wanted = server_args.offline_config.attention
-    given = [getattr(server_args, name) for name in ATTENTION_ARGUMENTS]
+    given = [getattr(server_args, name) for name in support.ATTENTION_ARGUMENTS]
     named = list(filter(None, given))
     if wanted == "stock" or ATTENTION_BACKEND in named:
         return
@@ -87,9 +86,9 @@ def share_by_default(model_runner: ModelRunner) -> None:
     why = "another rank cannot read shared prefixes once"
     from .attention_backend import share
 
+    done = True
     try:
         share(backend, model_runner)
-        done = True
     except EngineError as error:
         if not automatic:
             raise
@@ -101,7 +100,6 @@ def share_by_default(model_runner: ModelRunner) -> None:
 
 
 def _by_all_ranks(done: bool) -> bool:
-    """Whether ``done`` is true on all TP ranks."""
     parallel = get_parallel()
     if parallel.tp_size == 1:
         return done
@@ -115,7 +113,7 @@ def _why_not(model_runner: ModelRunner, named: list[str]) -> str | None:
     """The reason why "auto" leaves attention to SGLang, apart from the model's layers."""
     if named:
         return f"the choice of {' and '.join(named)}"
-    if is_deterministic(model_runner.server_args):
+    if support.is_deterministic(model_runner.server_args):
         return "deterministic inference"
     if model_runner.device != "cuda":
         return f"a {model_runner.device}, where attention is not bound by memory"
@@ -133,8 +131,6 @@ def _why_not(model_runner: ModelRunner, named: list[str]) -> str | None:
 
 def _obstacle(model_runner: ModelRunner) -> str | None:
     """The backend or feature of the model that does not support sharing, if any."""
-    from .attention_checks import model_obstacle
-
     kind = type(model_runner.attn_backend).__name__
     if kind not in CLASSES:
         return f"SGLang's {kind}"
@@ -143,3 +139,82 @@ def _obstacle(model_runner: ModelRunner) -> str | None:
     if envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get():
         return "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
     return model_obstacle(model_runner)
+
+
+def model_obstacle(model_runner: ModelRunner) -> str | None:
+    """The feature of the model's attention that the kernels lack, or None if none."""
+    model = model_runner.model
+    if any(name.endswith("sinks") for name, _ in model.named_parameters()):
+        return "attention sinks"
+    config, tp_size = model_runner.model_config, get_parallel().attn_tp_size
+    found = _pool_obstacle(model_runner)
+    if found is not None:
+        return found
+    heads = (
+        config.get_num_attention_heads(tp_size),
+        config.get_num_kv_heads(tp_size),
+        config.head_dim,
+    )
+    for layer in attention_layers(model):
+        own = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
+        found = _layer_obstacle(layer)
+        if found is None and own != heads:
+            found = f"layers with heads of their own ({own}, the model has {heads})"
+        if found is not None:
+            return found
+    return None
+
+
+def check_attention_ranks(model_runner: ModelRunner) -> None:
+    """Refuse a model whose attention SGLang splits over ranks that have other tokens.
+
+    Raises:
+        ConfigError: names the model and the way out.
+    """
+    parallel = get_parallel()
+    layers = attention_layers(model_runner.model)
+    if not parallel.attn_dp_enabled or not layers:
+        return
+    config = model_runner.model_config
+    heads = config.get_num_attention_heads(parallel.attn_tp_size)
+    if max(layer.tp_q_head_num for layer in layers) < heads:
+        architecture = (config.hf_config.architectures or ["this model"])[0]
+        raise ConfigError(
+            f"{architecture} does not work with --attn-dp-size {parallel.attn_dp_size}: "
+            f"SGLang splits its attention over all {parallel.tp_size} ranks, and each "
+            "would have other requests; drop the flag, or take --dp-size for replicas."
+        )
+
+
+def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
+    """The model's attention layers."""
+    return [each for each in model.modules() if isinstance(each, RadixAttention)]
+
+
+def _pool_obstacle(model_runner: ModelRunner) -> str | None:
+    pool = model_runner.token_to_kv_pool
+    if model_runner.model_config.attention_arch != AttentionArch.MHA:
+        return "latent attention (MLA)"
+    if type(pool) is not MHATokenToKVPool:
+        return f"a {type(pool).__name__}"
+    if pool.dtype != model_runner.dtype:
+        return f"a KV cache of {pool.dtype} with a model of {model_runner.dtype}"
+    return None
+
+
+def _layer_obstacle(layer: AttentionLayer) -> str | None:
+    if layer.sliding_window_size > 0:
+        return f"a sliding window of {layer.sliding_window_size} tokens"
+    if layer.logit_cap > 0:
+        return f"logits capped at {layer.logit_cap}"
+    if layer.qk_head_dim != layer.v_head_dim:
+        return f"heads of {layer.qk_head_dim} values for K, {layer.v_head_dim} for V"
+    if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
+        return f"attention of type {layer.attn_type}"
+    if layer.xai_temperature_len > 0:
+        return "a temperature that changes with the position"
+    if layer.use_irope:
+        return "layers that attend to one chunk of the context only"
+    if layer.pos_encoding_mode != "NONE":
+        return f"positions of the kind {layer.pos_encoding_mode} in attention itself"
+    return None

@@ -8,19 +8,16 @@ requests of a step share from the scheduler to the backends.
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from sgl_kernel_ext.shared_prefix_attention import (
-    AttentionPlan,
-    AttentionPlanner,
-    TooLarge,
-)
+from sgl_kernel_ext import shared_prefix_attention as kernels
+from sgl_kernel_ext.shared_prefix_attention import AttentionPlanner
 
 from ...planner.requests import Int32s
 from ..compat.scheduler_types import ForwardBatch, ModelRunner, ScheduleBatch
-from .prefix_forest import NO_GROUPS, PlannedRequests, PrefixForest, PrefixForestBuilder
+from .prefix_forest import NO_GROUPS, PrefixForest, PrefixForestBuilder
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +31,7 @@ class Step(NamedTuple):
     q_len, kv_len: int32 ``[n]``, for each row of the batch.
     """
 
-    plan: AttentionPlan
+    plan: kernels.AttentionPlan
     q_len: Int32s
     kv_len: Int32s
     groups: PrefixForest
@@ -44,8 +41,7 @@ class SharingCounts:
     """Totals since the start.
 
     steps, shared_steps: forwards with decodes, and those of them that shared.
-    kv_bytes: bytes read from the KV cache in them, in all layers.
-    kv_bytes_unshared: the same if every request had read all of its own KV.
+    kv_bytes, kv_bytes_unshared: KV read in them, in all layers, with sharing and without.
     """
 
     def __init__(self) -> None:
@@ -59,9 +55,7 @@ class StepPlans:
     decodes: planner for steps that only decode.
     mixed: planner for steps that also compute prompts, or None if there are none.
     token_bytes: bytes of K and V of a token in one layer.
-
-    Attributes:
-        counts: bytes read and saved.
+    counts: bytes read and saved.
     """
 
     def __init__(
@@ -117,7 +111,7 @@ class StepPlans:
         return self._judgement
 
     def for_graph(self, groups: PrefixForest, forward_batch: ForwardBatch) -> Step:
-        """The plan for the replay of a captured decode graph, with rows of padding.
+        """The plan for the replay of a captured decode graph.
 
         Rows of padding are computed too. Otherwise they would keep earlier values.
         """
@@ -159,15 +153,9 @@ class StepPlans:
     ) -> Step | None:
         """A plan, or None if the step exceeds one of the planner's limits."""
         try:
-            plan = planner.plan(
-                q_len,
-                kv_len,
-                groups.table_row,
-                groups.node_parent,
-                groups.node_end,
-                groups.request_node,
-            )
-        except TooLarge as error:
+            row, node, parent, end = groups
+            plan = planner.plan(q_len, kv_len, row, parent, end, node)
+        except kernels.TooLarge as error:
             if not self._said_too_large:
                 self._said_too_large = True
                 logger.warning("A step too large to share prefixes: %s", error)
@@ -181,12 +169,9 @@ class StepPlans:
             return groups
         if self._padded_of is not groups or len(self._padded_to.table_row) != num_rows:
             self._padded_of = groups
-            self._padded_to = groups._replace(
-                table_row=np.pad(groups.table_row, (0, missing)),
-                request_node=np.pad(
-                    groups.request_node, (0, missing), constant_values=-1
-                ),
-            )
+            rows = np.pad(groups.table_row, (0, missing))
+            nodes = np.pad(groups.request_node, (0, missing), constant_values=-1)
+            self._padded_to = groups._replace(table_row=rows, request_node=nodes)
         return self._padded_to
 
     def _count(self, kv_len: Int32s, step: Step | None) -> None:
@@ -202,29 +187,7 @@ class StepPlans:
         counts.kv_bytes_unshared += unshared
 
 
-class SharingBackend(Protocol):
-    """An attention backend that shares, for the scheduler and for CUDA graphs."""
-
-    groups: PrefixForest
-    graph: str
-    plans: StepPlans
-
-    @property
-    def implementation(self) -> GraphSupport: ...
-
-
-class GraphSupport(Protocol):
-    """``.attention_backend.Implementation``, as far as CUDA graphs are concerned."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def capturable(self) -> bool: ...
-
-
 def _alone(table_row: Int32s) -> PrefixForest:
-    """Groups of requests that share nothing."""
     alone = np.full(len(table_row), -1, np.int32)
     return PrefixForest(table_row, alone, NO_GROUPS.node_parent, NO_GROUPS.node_end)
 
@@ -238,20 +201,24 @@ def host_lengths(forward_batch: ForwardBatch) -> Int32s:
 class Sharing:
     """The scheduler's part of attention that reads shared prefixes once.
 
-    Attributes:
-        backends: those that share prefixes, empty if none does.
+    backends: those that share prefixes, empty if none does.
     """
 
-    def __init__(self, model_runner: ModelRunner, jobs: PlannedRequests) -> None:
-        self.backends = _backends_of(model_runner)
+    def __init__(self, model_runner: ModelRunner, jobs: Any) -> None:
+        # None, one or two.
+        used: Any = model_runner.attn_backend
+        halves = (
+            getattr(used, f"{half}_backend", None) for half in ("prefill", "decode")
+        )
+        self.backends: list[Any] = [
+            part for part in (used, *halves) if getattr(part, "shares_prefixes", False)
+        ]
         self._finder = PrefixForestBuilder(jobs)
 
     def show(self, batch: ScheduleBatch, decoded_apart: int = 0) -> None:
         """Set a batch's groups on the backends, right before the batch runs.
 
-        Args:
-            decoded_apart: rows at its end that decode in a forward of their own. 0 if
-                the batch is one forward.
+        decoded_apart: rows at its end that decode in a forward of their own.
         """
         mode = batch.forward_mode
         if batch.reqs and (mode.is_decode() or mode.is_mixed()):
@@ -295,17 +262,3 @@ class Sharing:
     @property
     def _counts(self) -> list[SharingCounts]:
         return [backend.plans.counts for backend in self.backends]
-
-
-def _backends_of(model_runner: ModelRunner) -> list[SharingBackend]:
-    """The model runner's backends that share prefixes: none, one or two."""
-    used = model_runner.attn_backend
-    parts = [
-        used,
-        *(getattr(used, f"{x}_backend", None) for x in ("prefill", "decode")),
-    ]
-    return [
-        cast("SharingBackend", part)
-        for part in parts
-        if getattr(part, "shares_prefixes", False)
-    ]

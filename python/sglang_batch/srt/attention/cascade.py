@@ -1,15 +1,10 @@
 """A shared-prefix plan run by FlashInfer's multi-level cascade instead of our kernel.
 
 FlashInfer attends level by level, one kernel per level, and merges the levels' results
-by their lse. The plan decides which nodes are worth a level. A step runs as
-
-    cascade.prepare(plan, q_len, kv_len, table_row, node_end, table)   # once
-    for layer in layers:
-        cascade.run(plan, q, k_cache, v_cache, table, kv_len_on_device, out, scale)
-
-``run`` has the arguments of ``sgl_kernel_ext.shared_prefix_attention.run``. A step that
-keeps its plan is prepared too, because its requests have grown. The cascade cannot be
-captured in a CUDA graph: a level's kernels are launched for the ranges of one step.
+by their lse. The plan decides which nodes are worth a level. ``prepare`` is called once per
+step, also if it keeps its plan, because its requests have grown; ``run`` for each layer, with
+the arguments of ``sgl_kernel_ext.shared_prefix_attention.run``. The cascade cannot be captured
+in a CUDA graph: a level's kernels are launched for the ranges of one step.
 
 FlashInfer needs an NVIDIA GPU and compiles its kernels at their first use. This module
 was written against FlashInfer 0.7.2 without a GPU, and has never run on one.
@@ -19,7 +14,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -33,45 +28,17 @@ DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 
 
-class CascadeWrapper(Protocol):
-    """``flashinfer.MultiLevelCascadeAttentionWrapper``, for a number of levels."""
-
-    def plan(
-        self,
-        qo_indptr_arr: list[torch.Tensor],
-        paged_kv_indptr_arr: list[torch.Tensor],
-        paged_kv_indices_arr: list[torch.Tensor],
-        paged_kv_last_page_len: list[torch.Tensor],
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        *,
-        causal: bool,
-        sm_scale: float,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-    ) -> None: ...
-
-    def run(
-        self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor: ...
-
-
-MakeWrapper: TypeAlias = Callable[[int, torch.Tensor, str], CascadeWrapper]
-"""FlashInfer's constructor: the number of levels, the workspace and the KV layout."""
+MakeWrapper: TypeAlias = Callable[[int, torch.Tensor, str], Any]
+"""FlashInfer's constructor of a ``MultiLevelCascadeAttentionWrapper``: the number of levels,
+the workspace and the KV layout."""
 
 
 class Cascade:
-    """FlashInfer's cascade for one attention shape, on one device.
+    """FlashInfer's cascade for the attention shape of this rank's layers, on one device.
 
-    Args:
-        num_q_heads, num_kv_heads, head_dim: of this rank's attention layers.
-        dtype: of q and the KV cache.
-        scale: of the logits, in all layers.
-        device: the device of the KV cache.
-        make_wrapper: replaces FlashInfer's constructor. Neither FlashInfer nor a GPU is
-            needed then.
+    dtype: of q and the KV cache.
+    scale: of the logits, in all layers.
+    make_wrapper: replaces FlashInfer's constructor, without FlashInfer or a GPU.
 
     Raises:
         ConfigError: FlashInfer has no kernel for this dtype, head dim or device, or it
@@ -103,13 +70,13 @@ class Cascade:
         size = envs.SGLANG_FLASHINFER_WORKSPACE_SIZE.get()
         self._workspace = torch.empty(size, dtype=torch.uint8, device=self._device)
         # By number of levels. Each level of each has another 8 MiB for indices.
-        self._wrappers: dict[int, CascadeWrapper] = {}
+        self._wrappers: dict[int, Any] = {}
         self._on_gpu = self._device.type == "cuda"
         event = torch.cuda.Event() if self._on_gpu else None
         self._sent: torch.cuda.Event | None = event
         self._prepared: AttentionPlan | None = None
         # Of the prepared step. int64 [num_tokens]: flat query token, on the device.
-        self._wrapper: CascadeWrapper | None = None
+        self._wrapper: Any = None
         self._gather: torch.Tensor | None = None
 
     def prepare(
@@ -123,9 +90,8 @@ class Cascade:
     ) -> None:
         """Pass the ranges and KV slots of one step to FlashInfer, before its first layer.
 
-        ``table`` is read on the current stream, on which ``run`` is called, and not
-        after that. The host waits only for the copies of the last ``prepare``, not for
-        the device's work in this step.
+        ``table`` is read on the current stream, on which ``run`` is called. The host waits
+        for the copies of the last ``prepare`` only.
 
         Args:
             plan: the newest plan of its planner, for ``page_size`` 1.
@@ -146,13 +112,16 @@ class Cascade:
         levels = cascade_levels(plan, q_len, kv_len, table_row, node_end)
         spans = [level.kv_end - level.kv_begin for level in levels]
         slots = self._slots(levels, spans, table)
-        wrapper = self._wrapper_of(len(levels))
-        if self._sent is not None:
-            # FlashInfer copies from page-locked memory that it is about to overwrite.
+        if len(levels) not in self._wrappers:
+            made = self._make_wrapper(len(levels), self._workspace, "NHD")
+            self._wrappers[len(levels)] = made
+        wrapper = self._wrappers[len(levels)]
+        if self._sent is not None:  # page-locked memory that is overwritten now
             self._sent.synchronize()
         wrapper.plan(
             [self._on_host(level.token_indptr) for level in levels],
-            [self._on_host(_indptr(span)) for span in spans],
+            # The offset of each span's slots, and their total at the end.
+            [self._on_host(np.append(0, np.cumsum(s)).astype(np.int32)) for s in spans],
             slots,
             # Pages have one token. FlashInfer counts the last page of a span even if
             # the span is empty, so it has 0 tokens there.
@@ -185,13 +154,11 @@ class Cascade:
         """Attention of one layer for the step that was prepared.
 
         Args:
-            plan: the plan that ``prepare`` got.
             q: ``[at least num_tokens, num_q_heads, head_dim]`` in the batch's order.
             k_cache, v_cache: ``[num_slots, num_kv_heads, head_dim]``, both with the
                 same strides.
             table, kv_len: not read here, but in ``prepare``.
             out: written, with the shape of q. Rows from num_tokens stay as they are.
-            scale: of the logits, as in the constructor.
 
         Raises:
             EngineError: the scale differs, or the plan was not prepared.
@@ -211,12 +178,6 @@ class Cascade:
         pages = k_cache.unsqueeze(1), v_cache.unsqueeze(1)
         result = self._wrapper.run(q[self._gather], pages)
         out.index_copy_(0, self._gather, result.to(out.dtype))
-
-    def _wrapper_of(self, num_levels: int) -> CascadeWrapper:
-        if num_levels not in self._wrappers:
-            made = self._make_wrapper(num_levels, self._workspace, "NHD")
-            self._wrappers[num_levels] = made
-        return self._wrappers[num_levels]
 
     def _slots(
         self, levels: Sequence[Level], spans: Sequence[np.ndarray], table: torch.Tensor
@@ -239,13 +200,6 @@ class Cascade:
         """A host tensor for FlashInfer, page-locked so that copies do not block."""
         tensor = torch.from_numpy(values)
         return tensor.pin_memory() if self._on_gpu else tensor
-
-
-def _indptr(span: np.ndarray) -> np.ndarray:
-    """int32 ``[s + 1]``: the offset of each span's slots, and their total at the end."""
-    indptr = np.zeros(len(span) + 1, np.int32)
-    np.cumsum(span, dtype=np.int32, out=indptr[1:])
-    return indptr
 
 
 def _check_shape(head_dim: int, dtype: torch.dtype) -> None:

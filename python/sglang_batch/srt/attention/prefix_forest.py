@@ -1,15 +1,13 @@
 """The prefixes that a step's requests share in the KV cache, as a forest.
 
-The plan's prefix tree has the common prefixes of prompts, and SGLang's radix cache keeps
-the KV of a common prefix once. So the first ``n`` tokens of two running requests have the
-same slots if both are under one node of depth ``n`` in the plan and the cache has ``n``
-tokens of both: each request's row names the cache's slots for the tokens that it has
-locked there. Each request's prompt is compared with the planned one, once.
+SGLang's radix cache keeps the KV of a common prefix once. So the first ``n`` tokens of two
+running requests have the same slots if both are under one node of depth ``n`` in the plan and
+the cache has ``n`` tokens of both. Each request's prompt is compared with the planned one, once.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -20,14 +18,6 @@ from ..compat.scheduler_types import Req
 
 NodeKey: TypeAlias = tuple[int, str | None, str | None, int]
 """A job, a namespace of the cache (``extra_key``, ``cache_salt``) and a node."""
-
-
-class PlannedRequests(Protocol):
-    """Finds the job of one of SGLang's requests."""
-
-    def known(self, req: Req) -> tuple[JobState | None, ScheduledRequest] | None:
-        """The job and the request, None if unknown. An online request has no job."""
-        ...
 
 
 class PrefixForest(NamedTuple):
@@ -50,9 +40,12 @@ NO_GROUPS = PrefixForest(*(np.zeros(0, np.int32) for _ in range(4)))
 
 
 class PrefixForestBuilder:
-    """Builds the forest of each batch, anew only if its requests change."""
+    """Builds the forest of each batch, anew only if its requests change.
 
-    def __init__(self, jobs: PlannedRequests) -> None:
+    jobs: the scheduler's registry of requests.
+    """
+
+    def __init__(self, jobs: Any) -> None:
         self._jobs = jobs
         self._reqs: list[Req] = []
         self._groups: PrefixForest | None = None
@@ -64,16 +57,15 @@ class PrefixForestBuilder:
     def of(self, reqs: list[Req], rows: Int32s, *, decodes: bool) -> PrefixForest:
         """The forest of a batch, the same object while its requests are the same.
 
-        rows: int32 ``[n]`` rows of ``req_to_token``: one for each request in order, then
-            those of further beams.
+        rows: see :class:`PrefixForest`.
         decodes: whether all requests decode. A prompt that is being computed may have
             more tokens in the cache in the next step.
         """
         last = self._groups
         # Requests compare by identity.
-        same = last is not None and decodes and reqs == self._reqs
-        if same and np.array_equal(last.table_row, rows):  # type: ignore[union-attr]
-            return last  # type: ignore[return-value]
+        same = decodes and reqs == self._reqs
+        if last is not None and same and np.array_equal(last.table_row, rows):
+            return last
         groups = self._find(reqs, rows)
         self._reqs = list(reqs)
         self._groups = groups if decodes else None
@@ -85,19 +77,11 @@ class PrefixForestBuilder:
         end: list[int] = []
         nodes = [self._node_of(req, index, parent, end) for req in reqs]
         nodes += [-1] * (len(rows) - len(reqs))
-        return PrefixForest(
-            rows,
-            np.array(nodes, np.int32),
-            np.array(parent, np.int32),
-            np.array(end, np.int32),
-        )
+        forest = (np.array(each, np.int32) for each in (nodes, parent, end))
+        return PrefixForest(rows, *forest)
 
     def _node_of(
-        self,
-        req: Req,
-        index: dict[NodeKey, int],
-        parent: list[int],
-        end: list[int],
+        self, req: Req, index: dict[NodeKey, int], parent: list[int], end: list[int]
     ) -> int:
         """The request's node in the forest, which is added if it is new."""
         known = self._jobs.known(req)

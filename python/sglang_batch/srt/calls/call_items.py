@@ -32,11 +32,10 @@ class Message(Protocol):
 class CallItem:
     """A prepared request of a job, which SGLang's own code answers.
 
-    Attributes:
-        obj: the caller's request for this prompt.
-        message: the request as the scheduler gets it.
-        over: its outcome, once it has one. The job counts it, and its caller gets the
-            answer from SGLang.
+    obj: the caller's request for this prompt.
+    message: the request as the scheduler gets it.
+    over: its outcome, once it has one. The job counts it, and its caller gets the answer
+        from SGLang.
     """
 
     __slots__ = ("message", "obj", "over")
@@ -79,14 +78,12 @@ class CallItem:
     async def watch(
         self, answers: AsyncGenerator[SequenceAnswer]
     ) -> AsyncGenerator[SequenceAnswer]:
-        """SGLang's answers to this request. The last one sets :attr:`over`.
-
-        SGLang does not ask for another answer before it has one of each request, so the
-        last answer is known by its content.
-        """
+        """SGLang's answers to this request. The last one, known by its content, sets
+        :attr:`over`."""
         try:
             async for answer in answers:
-                if not getattr(self.obj, "stream", False) or _is_last(answer):
+                is_last = answer["meta_info"].get("finish_reason") is not None
+                if is_last or not getattr(self.obj, "stream", False):
                     self._settle(200, answer)
                 yield answer
         finally:
@@ -96,17 +93,10 @@ class CallItem:
     def _settle(self, status_code: int, answer: SequenceAnswer | None) -> None:
         if self.over.done():
             return
-        info = answer["meta_info"] if answer is not None else {}
-        usage = Usage(
-            int(info.get("prompt_tokens") or 0),
-            int(info.get("cached_tokens") or 0),
-            int(info.get("completion_tokens") or 0),
-        )
+        info: Any = answer["meta_info"] if answer is not None else {}
+        names = ("prompt_tokens", "cached_tokens", "completion_tokens")
+        usage = Usage(*(int(info.get(name) or 0) for name in names))
         self.over.set_result(RequestOutput(status_code, self.message.rid, b"", usage))
-
-
-def _is_last(answer: SequenceAnswer) -> bool:
-    return answer["meta_info"].get("finish_reason") is not None
 
 
 def output_limits(message: Message) -> tuple[int, bool]:
@@ -137,13 +127,8 @@ def share_prefixes(messages: list[Message]) -> bool:
 
 # Fields of requests whose KV, or whose place, is not that of their tokens.
 _ELSEWHERE = (
-    "input_embeds",
-    "multi_item_delimiter_indices",
-    "positional_embed_overrides",
-    "session_id",
-    "session_params",
-    "token_indices_to_pool",
-    "token_type_ids",
+    *("input_embeds", "positional_embed_overrides", "session_id", "session_params"),
+    *("token_indices_to_pool", "token_type_ids", "multi_item_delimiter_indices"),
 )
 
 
@@ -152,8 +137,7 @@ async def engine_of(
 ) -> SGLangEngine:
     """The engine behind a tokenizer manager, connected once.
 
-    Args:
-        templates: what batches need. A server gives them before any call comes.
+    templates: of batches. A server gives them before any call comes.
     """
     if not hasattr(manager, "offline_engine"):
         manager.offline_engine = SGLangEngine(manager, templates)
@@ -188,10 +172,8 @@ async def send(manager: Any, message: Message) -> None:
 async def send_or_refuse(
     manager: Any, message: Message, send: Callable[[Message], Awaitable[None]]
 ) -> None:
-    """Send a message. If that fails, the reason is the answer to its request.
-
-    Whoever waits for the answer does not wait for this call, and would wait for ever.
-    """
+    """Send a message. If that fails, the reason is the answer to its request, for which
+    somebody waits."""
     try:
         await send(message)
     except Exception as error:

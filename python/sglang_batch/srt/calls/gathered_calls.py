@@ -27,15 +27,8 @@ from ...scheduling.job_plan import JobPlan
 from ...store.token_spool import RootTokens, unshared_token
 from ..engine.request_ids import GATHERED_ID, is_of_a_job
 from ..engine.sglang_engine import SGLangEngine, namespace_of, shareable_len
-from .call_items import (
-    Message,
-    engine_of,
-    output_limits,
-    passing,
-    send_or_refuse,
-    share_prefixes,
-    unsent_messages,
-)
+from . import call_items as items
+from .call_items import Message, engine_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +49,10 @@ async def gather(
     config: OfflineBatchConfig = manager.server_args.offline_config
     if (
         config.gather_s is None
-        or _is_ours(manager, message)
+        or is_of_a_job(message.rid)
+        or message.rid in items.passing(manager)
         or getattr(message, "routed_dp_rank", None) is not None
-        or not share_prefixes([message])
+        or not items.share_prefixes([message])
     ):
         return await original(manager, message)
     if not hasattr(manager, "offline_gathering"):
@@ -68,18 +62,12 @@ async def gather(
     return None
 
 
-def _is_ours(manager: Any, message: Message) -> bool:
-    """Whether a message belongs to another job already."""
-    return is_of_a_job(message.rid) or message.rid in passing(manager)
-
-
 @dataclass(slots=True)
 class _Call:
-    """A call.
+    """A call. sent: whether the scheduler has it.
 
     tokens: int32, the prompt as the planner gets it.
     known: whether it generates exactly ``max_new_tokens``.
-    sent: whether the scheduler has it.
     """
 
     rid: str
@@ -90,11 +78,7 @@ class _Call:
 
 
 class _Gathering:
-    """The open job of one tokenizer manager.
-
-    Args:
-        send: SGLang's method that sends a message.
-    """
+    """The open job of one tokenizer manager. send: SGLang's method for a message."""
 
     def __init__(
         self,
@@ -125,8 +109,8 @@ class _Gathering:
         shared = shareable_len(message)
         if shared is not None and shared < len(tokens):
             tokens[shared] = unshared_token(number)
-        self._active[number] = _Call(message.rid, tokens, *output_limits(message))
-        unsent_messages(self._manager)[message.rid] = message
+        self._active[number] = _Call(message.rid, tokens, *items.output_limits(message))
+        items.unsent_messages(self._manager)[message.rid] = message
         self._arrived.set()
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._run())
@@ -172,14 +156,13 @@ class _Gathering:
             await self._open(job_id, new)
         except Exception:
             logger.exception("%d calls could not be planned", len(new))
-        unsent = unsent_messages(self._manager)
+        unsent = items.unsent_messages(self._manager)
         for number, message in new.items():
             waits = unsent.pop(message.rid, None) is not None
             if waits and message.rid in self._manager.rid_to_state:  # not given up
                 self._active[number].sent = True
-                await send_or_refuse(
-                    self._manager, message, partial(self._send, self._manager)
-                )
+                send = partial(self._send, self._manager)
+                await items.send_or_refuse(self._manager, message, send)
 
     async def _open(self, job_id: str, new: dict[int, Message]) -> None:
         engine = await engine_of(self._manager)
@@ -192,7 +175,6 @@ class _Gathering:
         await engine.set_priority(job_id, INTERACTIVE_PRIORITY)
 
     def _plans(self, engine: SGLangEngine, calls: dict[int, _Call]) -> list[JobPlan]:
-        """The plan of all calls without an answer, in any thread."""
         of = list(calls.values())
         requests = PlanRequests(
             tokens=np.concatenate([call.tokens for call in of]),
@@ -203,12 +185,8 @@ class _Gathering:
                 np.int32,
             ),
         )
-        planner = JobPlanner(
-            requests,
-            np.array(list(calls)),
-            engine.machine,
-            replace(self._config, policy=POLICY),
-        )
+        config = replace(self._config, policy=POLICY)
+        planner = JobPlanner(requests, np.array(list(calls)), engine.machine, config)
         plans = [shard.for_scheduler(engine.machine) for shard in planner.plans()]
         return [_for_calls(plan, self._active) for plan in plans]
 
@@ -216,8 +194,7 @@ class _Gathering:
 def _for_calls(plan: JobPlan, active: Container[int]) -> JobPlan:
     """The plan of a job without an end, for the requests that are ``active``.
 
-    The group with the most of them comes first: it is the one that is least likely to
-    get many more.
+    The group with the most of them, which is least likely to get many more, comes first.
     """
     group = np.zeros(len(plan.parent), np.int64)
     for node in range(1, len(group)):

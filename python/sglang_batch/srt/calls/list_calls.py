@@ -20,27 +20,17 @@ from typing import Any
 
 from sglang.srt.utils import get_bool_env_var
 
+from ... import request as ids
 from ...batch_api.protocol import INTERACTIVE_PRIORITY
 from ...job.engine import GENERATE_URL, ForwardingEngine, PreparedRequest
 from ...job.job import Job, JobOptions
-from ...request import (
-    BatchRequestInput,
-    RequestOutput,
-    engine_request_id,
-    parse_request_id,
-)
+from ...request import BatchRequestInput, RequestOutput
 from ...scheduling.job_plan import JobPlan
 from ..compat.server_types import EngineAnswer, EngineRequest, SequenceAnswer
 from ..engine.request_ids import has_our_id, is_of_a_job, new_list_id
 from ..engine.sglang_engine import SGLangEngine
-from .call_items import (
-    CallItem,
-    Message,
-    engine_of,
-    send,
-    share_prefixes,
-    unsent_messages,
-)
+from . import call_items
+from .call_items import CallItem, Message, engine_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +49,6 @@ async def plan_list(
 
     Yields SGLang's answers: one list, or the items of a stream as they come. The first sample
     of a prompt reports which of its tokens were in the cache before all samples.
-
-    Raises:
-        Exception: SGLang's error for the first request that has one.
     """
     samples = int(getattr(obj, "parallel_sample_num", 1))
     found = SampledPrompts(samples)
@@ -85,7 +72,7 @@ async def _planned(
 ) -> AsyncGenerator[Any]:
     messages = await _tokenize(manager, obj)
     # The ids that the request got, unless its client chose them.
-    job_id, _, _ = parse_request_id(messages[0].rid)
+    job_id, _, _ = ids.parse_request_id(messages[0].rid)
     if not is_of_a_job(messages[0].rid) or samples > 1:
         job_id = new_list_id()
     if samples > 1:
@@ -121,13 +108,11 @@ def _is_planned(obj: Any, samples: int) -> bool:
 
 
 async def _tokenize(manager: Any, obj: Any) -> list[Message]:
-    """SGLang's messages for the prompts, by its own rules."""
-    if manager._should_use_batch_tokenization(obj.batch_size, obj):
-        messages: list[Message] = await manager._batch_tokenize_and_process(
-            obj.batch_size, obj
-        )
+    number = obj.batch_size
+    if manager._should_use_batch_tokenization(number, obj):
+        messages: list[Message] = await manager._batch_tokenize_and_process(number, obj)
         return messages
-    return [await manager._tokenize_one_request(obj[i]) for i in range(obj.batch_size)]
+    return [await manager._tokenize_one_request(obj[i]) for i in range(number)]
 
 
 def _sample_items(
@@ -155,7 +140,7 @@ def _sample_items(
         prompt = obj[i]
         for _ in range(obj.parallel_sample_num):
             sample, own = copy.copy(prompt), copy.copy(message)
-            sample.rid = own.rid = engine_request_id(job_id, next(numbers))
+            sample.rid = own.rid = ids.engine_request_id(job_id, next(numbers))
             manager._init_req_state(sample)
             state = request_states[sample.rid] = manager.rid_to_state[sample.rid]
             own.time_stats = state.time_stats
@@ -173,7 +158,7 @@ async def _running(
     manager: Any, job_id: str, items: Sequence[CallItem]
 ) -> AsyncGenerator[None]:
     """Run the items as a job in the background, until the block ends."""
-    unsent = unsent_messages(manager)
+    unsent = call_items.unsent_messages(manager)
     unsent.update({item.message.rid: item.message for item in items})
     job = asyncio.ensure_future(_run(manager, job_id, items))
     try:
@@ -189,9 +174,9 @@ async def _running(
 
 
 async def _run(manager: Any, job_id: str, items: Sequence[CallItem]) -> None:
-    unsent = unsent_messages(manager)
+    unsent = call_items.unsent_messages(manager)
     try:
-        if share_prefixes([item.message for item in items]):
+        if call_items.share_prefixes([item.message for item in items]):
             engine = _ListEngine(await engine_of(manager), manager, items)
             config = replace(
                 manager.server_args.offline_config,
@@ -202,25 +187,16 @@ async def _run(manager: Any, job_id: str, items: Sequence[CallItem]) -> None:
                 BatchRequestInput(index, item.message.rid, GENERATE_URL, b"")
                 for index, item in enumerate(items)
             ]
-            job = Job(
-                job_id,
-                requests,
-                range(len(items)),
-                engine,
-                config,
-                _ignore_answer,
-                JobOptions(priority=INTERACTIVE_PRIORITY),
-            )
+            options = JobOptions(priority=INTERACTIVE_PRIORITY)
+            # The caller gets each answer from SGLang.
+            numbers, ignored = range(len(items)), lambda *_: None
+            job = Job(job_id, requests, numbers, engine, config, ignored, options)
             return await job.run()
     except Exception:
         logger.exception("A list of %d prompts could not be planned", len(items))
     for item in items:
         if unsent.pop(item.message.rid, None) is not None:
-            await send(manager, item.message)
-
-
-def _ignore_answer(request: BatchRequestInput, output: RequestOutput) -> None:
-    """The caller gets each answer from SGLang."""
+            await call_items.send(manager, item.message)
 
 
 class _ListEngine(ForwardingEngine):
@@ -251,10 +227,10 @@ class _ListEngine(ForwardingEngine):
 
     async def execute(self, prepared: Any, replica: int | None = None) -> RequestOutput:
         message = prepared.message
-        if unsent_messages(self._manager).pop(message.rid, None) is not None:
+        if call_items.unsent_messages(self._manager).pop(message.rid, None) is not None:
             if replica is not None:
                 message.routed_dp_rank = replica
-            await send(self._manager, message)
+            await call_items.send(self._manager, message)
         output: RequestOutput = await asyncio.shield(prepared.over)
         return output
 
@@ -266,11 +242,7 @@ async def counted(
     request: Any,
     request_states: dict[str, Any],
 ) -> AsyncGenerator[Any]:
-    """SGLang's own ``TokenizerManager._handle_batch_request``, with its samples counted.
-
-    Args:
-        original: the method, not bound.
-    """
+    """SGLang's own ``TokenizerManager._handle_batch_request``, with its samples counted."""
     samples = int(getattr(obj, "parallel_sample_num", 1))
     found = SampledPrompts(samples)
     if samples > 1:
@@ -285,12 +257,9 @@ async def counted(
 class SampledPrompts:
     """The cached tokens of the prompts of one call, each with the same number of samples.
 
-    A prompt with several samples counts once, and usage has it from its first sample.
-    Whoever computes the prompt, it is not always this one: SGLang has a request of its own
-    do it, which has no answer, and with a plan any of the samples may be first.
-
-    Args:
-        samples: of each prompt.
+    A prompt with several samples counts once, and usage has it from its first sample. That
+    is not always the one that computes the prompt: SGLang has a request of its own do it,
+    which has no answer, and with a plan any of the samples may be first.
     """
 
     def __init__(self, samples: int) -> None:
@@ -307,9 +276,7 @@ class SampledPrompts:
     def count(self, answers: EngineAnswer) -> None:
         """Correct the cached tokens of each prompt's first sample.
 
-        Args:
-            answers: of all samples in the order of the prompts, or one with its ``index`` in
-                it, as of a stream.
+        answers: of all samples in order, or one of a stream, with its ``index`` in it.
         """
         found: list[Any] = answers if isinstance(answers, list) else [answers]
         placed = [
@@ -336,26 +303,21 @@ class NotingPrompts:
     a request of its own first and drops what that reports.
 
     Everything is passed on to the real tokenizer manager.
-
-    Args:
-        num_prompts: of the call.
     """
 
-    def __init__(
-        self, tokenizer_manager: Any, prompts: SampledPrompts, num_prompts: int
-    ) -> None:
-        self._tokenizer_manager = tokenizer_manager
+    def __init__(self, manager: Any, prompts: SampledPrompts, num_prompts: int) -> None:
+        self._manager = manager
         self._prompts = prompts
         self._num_left = num_prompts
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer_manager, name)
+        return getattr(self._manager, name)
 
     def _wait_one_response(
         self, obj: EngineRequest, request: Any = None
     ) -> AsyncGenerator[Any]:
         answers: AsyncGenerator[Any]
-        answers = self._tokenizer_manager._wait_one_response(obj, request)
+        answers = self._manager._wait_one_response(obj, request)
         if not self._num_left:
             return answers  # a sample's
         self._num_left -= 1

@@ -30,11 +30,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def check_arguments(argv: list[str]) -> argparse.Namespace:
-    """SGLang's arguments, as far as they are known without SGLang.
+    """The options that are given, by SGLang's names for them.
 
-    Returns:
-        The options that are given, by SGLang's names for them. Empty if another release
-        is installed, or the options are in a file (``--config``).
+    Empty if another release is installed, or the options are in a file (``--config``).
 
     Raises:
         ConfigError: an option is unknown, or its value cannot be used.
@@ -71,8 +69,8 @@ def describe(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction):
             continue
-        option: dict[str, Any] = {"flags": list(action.option_strings)}
-        option["dest"] = action.dest
+        flags = list(action.option_strings)
+        option: dict[str, Any] = {"flags": flags, "dest": action.dest}
         if action.nargs is not None:
             option["nargs"] = action.nargs
         if action.type in _TYPES.values():

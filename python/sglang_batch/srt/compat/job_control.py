@@ -90,8 +90,7 @@ class StepsQuery(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
 class StepsQueryOutput(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
     """The answer of one DP rank: the last steps of each kind since the last question.
 
-    samples: the fields of :class:`~sglang_batch.planner.costs.step_costs.StepSample`, one
-        after the other.
+    samples: the fields of each ``StepSample``, one after the other.
     """
 
     samples: list[float]
@@ -103,20 +102,19 @@ hook_custom_types(
 )
 
 
-def channel_of(tokenizer_manager: TokenizerManager, answers: type) -> ControlChannel:
-    """The channel on which a tokenizer manager sends messages with such answers.
+def channel_of(manager: TokenizerManager, answers: type) -> ControlChannel:
+    """The one channel on which a tokenizer manager sends messages with such answers.
 
-    There is one for each manager, since answers go to the first channel that was
-    registered for them.
+    They go to the first channel that was registered for them.
     """
-    channels = vars(tokenizer_manager).setdefault("offline_channels", {})
+    channels = vars(manager).setdefault("offline_channels", {})
     if answers not in channels:
         channel: ControlChannel = FanOutCommunicator(
-            tokenizer_manager._dispatch_to_scheduler,
+            manager._dispatch_to_scheduler,
             # Of its own engine: the published arguments are those of the engine started last.
-            tokenizer_manager.elastic_worker_count,
+            manager.elastic_worker_count,
         )
-        tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
+        manager._result_dispatcher += TypeBasedDispatcher(
             [(answers, channel.handle_recv)]
         )
         channels[answers] = channel
@@ -127,15 +125,13 @@ def channel_of(tokenizer_manager: TokenizerManager, answers: type) -> ControlCha
 Watchers = dict[str, Callable[[list[int]], None]]
 
 
-def watchers(tokenizer_manager: TokenizerManager) -> Watchers:
+def watchers(manager: TokenizerManager) -> Watchers:
     """By job, the function that gets the numbers of requests that joined a step."""
-    watching: Watchers | None = vars(tokenizer_manager).get("offline_watchers")
+    watching: Watchers | None = vars(manager).get("offline_watchers")
     if watching is None:
-        watching = vars(tokenizer_manager)["offline_watchers"] = {}
+        watching = vars(manager)["offline_watchers"] = {}
         joined = partial(_joined, watching)
-        tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
-            [(JobJoined, joined)]
-        )
+        manager._result_dispatcher += TypeBasedDispatcher([(JobJoined, joined)])
     return watching
 
 

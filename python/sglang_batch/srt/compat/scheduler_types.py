@@ -1,16 +1,16 @@
 """SGLang's scheduler and its parts, typed as far as this package uses them.
 
-mypy does not read SGLang's sources. Each protocol here lists exactly those attributes
-and methods of one of SGLang's classes that ``srt`` reads, sets or calls. Methods and
-their parameters are in :mod:`.private_api`, which compares them with the installed
-release.
+mypy does not read SGLang's sources. Each protocol here lists those attributes and methods
+of one of SGLang's classes that ``srt`` reads, sets or calls. Methods and their parameters
+are in :mod:`.private_api`, which compares them with the installed release.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeAlias
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -19,14 +19,17 @@ from .server_types import ModelConfig, OfflineArgs
 TreeNode: TypeAlias = object
 """A node of SGLang's prefix tree."""
 
+AttentionBackend: TypeAlias = object
+"""One of SGLang's attention backends, which is only passed on."""
+
+KvPool: TypeAlias = object
+"""The device's KV. Offloading checks attributes of some types by name."""
+
 
 class TreeLock(Protocol):
     """A lock on a prefix in the tree, as ``TreeCache.lock`` returned it."""
 
     node: TreeNode
-
-
-# Requests -----------------------------------------------------------------------------
 
 
 class SamplingParams(Protocol):
@@ -48,29 +51,8 @@ class ReqKv(Protocol):
     # The first tokens, which the prefix tree owns.
     cache_protected_len: int
     cache_inserted_len: int
-
-    @property
-    def holds_kv(self) -> bool: ...
-    @property
-    def holds_mamba(self) -> bool: ...
-
-
-class ReqLogprob(Protocol):
-    top_logprobs_num: int
-    token_ids_logprob: list[int] | None
-
-
-class ReqTimeStats(Protocol):
-    # ``time.perf_counter()`` before the first step, 0.0 until then.
-    forward_entry_time: float
-
-    def set_wait_queue_entry_time(self) -> None: ...
-    def set_forward_entry_time(self) -> None: ...
-    def set_retract_time(self) -> None: ...
-
-
-class BeamGroup(Protocol):
-    beam_width: int
+    holds_kv: bool
+    holds_mamba: bool
 
 
 class Req(Protocol):
@@ -79,13 +61,14 @@ class Req(Protocol):
     rid: str
     origin_input_ids: array[int]
     output_ids: array[int]
+    seqlen: int
     sampling_params: SamplingParams
     stream: bool
     return_logprob: bool
     extra_key: str | None
     cache_salt: str | None
-    logprob: ReqLogprob
-    time_stats: ReqTimeStats
+    logprob: Any
+    time_stats: Any
     arrival_processed_tokens: int
     # The reason once the request has ended, or once it will end with its next token.
     finished_reason: object | None
@@ -103,7 +86,7 @@ class Req(Protocol):
     extend_end: int
     inflight_middle_chunks: int
     # State that offloading would lose.
-    beam_group: BeamGroup | None
+    beam_group: Any
     session: object | None
     lora_id: str | None
     multimodal_inputs: object | None
@@ -113,8 +96,6 @@ class Req(Protocol):
     return_routed_experts: bool
     return_indexer_topk: bool
 
-    @property
-    def seqlen(self) -> int: ...
     def finished(self) -> bool: ...
     def update_finish_state(self, new_accepted_len: int = 1) -> None: ...
     def set_finish_with_abort(
@@ -123,26 +104,15 @@ class Req(Protocol):
     def reset_for_retract(self) -> None: ...
 
 
-class Grammar(Protocol):
-    current_token: int | None
-    finished: bool
-
-    def accept_token(self, token: int) -> None: ...
-
-
 class ReceivedReq(Req, Protocol):
     """A request on a decode server, whose prompt a prefill server computes."""
 
-    return_logprob: bool
-    grammar: Grammar | None
+    grammar: Any
     is_retracted: bool
     already_computed: int
     # While all of its tokens are computed again, but for the last one, which was sent.
     pd_rebootstrap_in_progress: bool
     pd_rebootstrap_forced_output_id: int | None
-
-
-# Batches ------------------------------------------------------------------------------
 
 
 class ForwardMode(Protocol):
@@ -151,18 +121,9 @@ class ForwardMode(Protocol):
     def is_extend(self) -> bool: ...
 
 
-class Penalizer(Protocol):
-    """Counts output tokens in attributes that are tensors, ``[rows, ...]``."""
-
-
-class PenalizerOrchestrator(Protocol):
-    penalizers: dict[type, Penalizer]
-
-    def cumulate_output_tokens(self, output_ids: torch.Tensor) -> None: ...
-
-
 class SamplingInfo(Protocol):
-    penalizer_orchestrator: PenalizerOrchestrator
+    # Its penalizers count output tokens in attributes that are tensors ``[rows, ...]``.
+    penalizer_orchestrator: Any
 
 
 class ScheduleBatch(Protocol):
@@ -172,7 +133,7 @@ class ScheduleBatch(Protocol):
     reqs: list[Req]
     device: torch.device
     enable_overlap: bool
-    spec_algorithm: SpeculativeAlgorithm
+    spec_algorithm: Any
     forward_mode: ForwardMode
     # Of a mixed step, the requests that decode.
     decoding_reqs: list[Req] | None
@@ -218,13 +179,6 @@ BuildPrefill: TypeAlias = Callable[[ScheduleBatch], PrefillPlan]
 """SGLang's ``get_new_batch_prefill``, which gets the running batch."""
 
 
-# Memory -------------------------------------------------------------------------------
-
-
-class KvPool(Protocol):
-    """The device's KV. Offloading also checks attributes of some types by name."""
-
-
 class KvAllocator(Protocol):
     """``TokenToKVPoolAllocator``: slots of the device's KV, in tokens."""
 
@@ -248,16 +202,8 @@ class RowPool(Protocol):
 
 
 class PrefixMatch(Protocol):
-    @property
-    def device_prefix_len(self) -> int: ...
-    @property
-    def last_device_node(self) -> TreeNode: ...
-
-
-class TreeCore(Protocol):
-    def match_full_device_prefix(
-        self, key: object
-    ) -> tuple[int, TreeNode, TreeNode]: ...
+    device_prefix_len: int
+    last_device_node: TreeNode
 
 
 class TreeCache(Protocol):
@@ -265,7 +211,7 @@ class TreeCache(Protocol):
 
     disable: bool
     page_size: int
-    tree_core: TreeCore
+    tree_core: Any
     token_to_kv_pool_allocator: KvAllocator
 
     def match_prefix(self, params: object) -> PrefixMatch: ...
@@ -279,151 +225,51 @@ class EvictResult(Protocol):
     num_tokens_evicted: int
 
 
-# The scheduler, by use ----------------------------------------------------------------
+class Scheduler(Protocol):
+    """``sglang.srt.managers.scheduler.Scheduler``, one scheduler process."""
 
-
-class ResultQueue(Protocol):
-    """The overlap loop's results that are not processed yet."""
-
-    def __len__(self) -> int: ...
-    def popleft(self) -> tuple[ScheduleBatch, object]: ...
-
-
-class ResultLoop(Protocol):
-    """The part of the scheduler that processes the results of steps."""
-
-    result_queue: ResultQueue
+    server_args: OfflineArgs
+    model_config: ModelConfig
+    waiting_queue: list[Req]
+    chunked_req: Req | None
+    chunked_prefill_size: int | None
+    is_mixed_chunk: bool
     last_batch: ScheduleBatch | None
+    # The overlap loop's results that are not processed yet.
+    result_queue: deque[tuple[ScheduleBatch, object]]
+    tree_cache: TreeCache
+    token_to_kv_pool_allocator: KvAllocator
+    req_to_token_pool: RowPool
+    enable_overlap: bool
+    enable_hisparse: bool
+    tp_cpu_group: torch.distributed.ProcessGroup
+    schedule_stream: torch.Stream
+    forward_stream: torch.Stream
+    disaggregation_mode: object
+    dllm_config: object | None
+    # ``OfflineSchedulePolicy``, which ``init_schedule_policy`` sets.
+    policy: Any
+    beam_coordinator: Any
+    future_map: Any
+    grammar_manager: Any
+    metrics_reporter: Any
+    ngram_embedding_manager: Any
+    spec_algorithm: Any
 
     def process_batch_result(self, batch: ScheduleBatch, result: object) -> None: ...
-
-
-class SchedulerRows(ResultLoop, Protocol):
-    """The part that counts and queues requests."""
-
-    chunked_req: Req | None
-    is_mixed_chunk: bool
-    token_to_kv_pool_allocator: KvAllocator
-
     def get_num_allocatable_reqs(
         self, running_bs: int, *, running_batch: ScheduleBatch
     ) -> int: ...
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None: ...
-
-
-class WaitingRequests(SchedulerRows, Protocol):
-    """The part with SGLang's waiting queue, in addition."""
-
-    waiting_queue: list[Req]
-
-
-class GrammarManager(Protocol):
-    def has_waiting_grammars(self) -> bool: ...
-
-
-class ChunkPolicy(Protocol):
-    """``OfflineSchedulePolicy``, which ``init_schedule_policy`` sets."""
-
-    chunk_limit: int | None
-
-
-class BeamCoordinator(Protocol):
-    _num_live_groups: int
-
-
-class MixingScheduler(Protocol):
-    """The part that lets running requests decode in a batch of prompts."""
-
-    is_mixed_chunk: bool
-    chunked_req: Req | None
-    beam_coordinator: BeamCoordinator
-
     def _reqs_finishing_inflight(self, batch: ScheduleBatch) -> list[Req]: ...
 
 
-class StepScheduler(WaitingRequests, MixingScheduler, Protocol):
-    """The part that builds a prefill batch from the waiting queue."""
-
-    chunked_prefill_size: int | None
-    grammar_manager: GrammarManager
-    policy: ChunkPolicy
-    model_config: ModelConfig
-
-
-class SpeculativeAlgorithm(Protocol):
-    def is_none(self) -> bool: ...
-
-
-class NgramManager(Protocol):
-    enabled: bool
-    engram_hasher: object | None
-
-
-class FutureMap(Protocol):
-    def stash(self, future_indices: torch.Tensor, payload: object) -> None: ...
-
-
-class OffloadingScheduler(ResultLoop, Protocol):
-    """The part that owns rows, KV and streams."""
-
-    server_args: OfflineArgs
-    tp_cpu_group: torch.distributed.ProcessGroup
-    tree_cache: TreeCache
-    token_to_kv_pool_allocator: KvAllocator
-    req_to_token_pool: RowPool
-    model_config: ModelConfig
-    enable_overlap: bool
-    enable_hisparse: bool
-    require_mlp_sync: bool
-    schedule_stream: torch.Stream
-    forward_stream: torch.Stream
-    spec_algorithm: SpeculativeAlgorithm
-    ngram_embedding_manager: NgramManager
-    disaggregation_mode: object
-    dllm_config: object | None
-    future_map: FutureMap
-
-
-class LoRAPool(Protocol):
-    """Slots of adapters by their ids. None is the model alone."""
-
-    uid_to_buffer_id: dict[str | None, int]
-    buffer_id_to_uid: list[object]
-
-    def remove_lora(self, uid: str | None) -> int | None: ...
-
-
-class LoRARef(Protocol):
-    pinned: bool
-
-
 class LoRAManager(Protocol):
-    memory_pool: LoRAPool
-    lora_refs: dict[str | None, LoRARef]
+    # Slots of adapters by their ids. None is the model alone.
+    memory_pool: Any
+    lora_refs: dict[str | None, Any]
 
     def validate_lora_batch(self, lora_ids: set[str | None]) -> bool: ...
-
-
-class MetricsContext(Protocol):
-    """Whether a rank reports metrics, and their labels."""
-
-    collector: MetricsCollector | None
-    is_stats_logging_rank: bool
-
-
-class MetricsCollector(Protocol):
-    labels: dict[str, object]
-
-
-class MetricsReporter(Protocol):
-    metrics_collector_context: MetricsContext
-
-
-class MeteredScheduler(Protocol):
-    metrics_reporter: MetricsReporter
-
-
-# Messages -----------------------------------------------------------------------------
 
 
 class InternalState(Protocol):
@@ -444,9 +290,6 @@ class PauseRequest(Protocol):
     """``PauseGenerationReqInput``."""
 
     mode: str
-
-
-# The model runner and attention ------------------------------------------------------
 
 
 class ForwardBatch(Protocol):
@@ -496,9 +339,7 @@ class LayerKvPool(Protocol):
     layer_num: int
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor: ...
-
     def get_value_buffer(self, layer_id: int) -> torch.Tensor: ...
-
     def set_kv_buffer(
         self,
         layer: AttentionLayer,
@@ -508,22 +349,10 @@ class LayerKvPool(Protocol):
     ) -> None: ...
 
 
-class Model(Protocol):
-    """A model of SGLang, a ``torch.nn.Module``."""
-
-    def modules(self) -> Iterator[object]: ...
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]: ...
-
-
-class AttentionBackend(Protocol):
-    """One of SGLang's attention backends, which is only passed on."""
-
-
 class ModelRunner(Protocol):
     """``sglang.srt.model_executor.model_runner.ModelRunner``."""
 
-    model: Model
+    model: torch.nn.Module
     model_config: ModelConfig
     server_args: OfflineArgs
     attn_backend: AttentionBackend
@@ -532,4 +361,4 @@ class ModelRunner(Protocol):
     device: str
     dtype: torch.dtype
     is_generation: bool
-    spec_algorithm: SpeculativeAlgorithm
+    spec_algorithm: Any

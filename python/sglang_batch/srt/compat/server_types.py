@@ -23,8 +23,8 @@ JsonObject: TypeAlias = dict[str, Any]
 TokenIds: TypeAlias = list[int] | list[list[int]] | None
 """The prompts of a request: one, several, or None where they are text."""
 
-
-# Configuration ------------------------------------------------------------------------
+TemplateManager: TypeAlias = object
+"""``sglang.srt.parser.template_manager.TemplateManager``, which is only passed on."""
 
 
 class HfConfig(Protocol):
@@ -57,12 +57,11 @@ class ModelConfig(Protocol):
     embedding_model_spec: EmbeddingModelSpec
 
     def get_num_attention_heads(self, tensor_parallel_size: int) -> int: ...
-
     def get_num_kv_heads(self, tensor_parallel_size: int) -> int: ...
 
 
-class ServerArgs(Protocol):
-    """``sglang.srt.server_args.ServerArgs``."""
+class OfflineArgs(Protocol):
+    """SGLang's server arguments with ours, in offline mode."""
 
     model_path: str
     served_model_name: str | None
@@ -82,27 +81,19 @@ class ServerArgs(Protocol):
     decode_attention_backend: str | None
     enable_metrics: bool
     enable_torch_compile: bool
-
-
-class OfflineArgs(ServerArgs, Protocol):
-    """SGLang's server arguments with ours, in offline mode."""
-
-    offline_batch: bool
-    offline_batch_config: str | None
-    offline_batch_dir: str | None
     custom_sigquit_handler: Callable[..., None] | None
     enable_hierarchical_cache: bool
     hicache_ratio: float | None
     hicache_size: int
+    offline_batch: bool
+    offline_batch_config: str | None
+    offline_batch_dir: str | None
     _offline_from_cli: bool
 
     @property
     def offline_config(self) -> OfflineBatchConfig: ...
 
     def resolve_once(self) -> None: ...
-
-
-# Requests and answers -----------------------------------------------------------------
 
 
 class Tokenizer(Protocol):
@@ -123,9 +114,7 @@ class EngineRequest(Protocol):
     batch_size: int
 
     def __getitem__(self, index: int) -> EngineRequest: ...
-
     def contains_mm_input(self) -> bool: ...
-
     def normalize_batch_and_arguments(self) -> None: ...
 
 
@@ -149,82 +138,45 @@ EngineAnswer: TypeAlias = SequenceAnswer | list[SequenceAnswer] | None
 """The engine's answer to a request: for one sequence or several, None if it failed."""
 
 
-class CachedTokenCounts(Protocol):
-    cached_tokens: int | None
-
-
-class UsageInfo(Protocol):
-    """``usage`` in an answer of SGLang's OpenAI endpoints."""
-
-    prompt_tokens: int
-    completion_tokens: int | None
-    reasoning_tokens: int | None
-    prompt_tokens_details: CachedTokenCounts | None
-
-
 class ServingHandler(Protocol):
-    """``OpenAIServingBase``: one of SGLang's OpenAI endpoints.
-
-    A request is SGLang's pydantic model of the endpoint's body, and an answer its
-    response object or its error response.
-    """
+    """``OpenAIServingBase``: one of SGLang's OpenAI endpoints, which answers with a response
+    object or an error response."""
 
     def _validate_request(self, request: BaseModel) -> str | None: ...
-
     def _convert_to_internal_request(
         self, request: BaseModel, raw_request: None
     ) -> tuple[EngineRequest, BaseModel]: ...
-
     async def _handle_non_streaming_request(
         self, adapted_request: EngineRequest, request: BaseModel, raw_request: None
     ) -> object: ...
 
 
-# The main process ---------------------------------------------------------------------
-
-
-class MemoryUsage(TypedDict):
-    """``token_capacity``: tokens of KV."""
-
-    token_capacity: int
-
-
 class OfflineState(TypedDict, total=False):
-    """Our part of a scheduler's state. SGLang's own scheduler has neither the tier nor jobs.
+    """Our part of a scheduler's state. SGLang's own scheduler has neither tier nor jobs."""
 
-    config: the settings, as text.
-    tier: how much of the plan the model gets, and why not all of it.
-    step_tokens: most prompt tokens of a step.
-    mixed_chunk: whether a step computes prompts and decodes together.
-    page_size: tokens in a page of KV.
-    jobs: number of open jobs.
-    kv_use: the fields of :class:`~sglang_batch.job.engine.KvUse`.
-    shares_prefixes: whether attention reads shared prefixes once.
-    attention_ranks: schedulers that share the model's devices, each with KV of its own.
-    """
-
-    config: str
-    tier: str
-    step_tokens: int
+    config: str  # the settings
+    tier: str  # how much of the plan the model gets, and why not all of it
+    step_tokens: int  # most prompt tokens of a step
     mixed_chunk: bool
-    page_size: int
-    jobs: int
-    kv_use: dict[str, int]
-    shares_prefixes: bool
-    attention_ranks: NotRequired[int]
+    page_size: int  # in tokens
+    jobs: int  # number of open jobs
+    kv_use: dict[str, int]  # the fields of ``job.engine.KvUse``
+    shares_prefixes: bool  # whether attention reads shared prefixes once
+    attention_ranks: int  # that share the model's devices, each with KV of its own
 
 
 class SchedulerState(TypedDict):
     """The internal state of one scheduler, as in ``/server_info``.
 
     offline_batch: ours. A scheduler without our hooks has none.
+    memory_usage: ``token_capacity`` is the tokens of KV.
     attention_backend, decode_attention_backend, kv_cache_dtype: arguments, with what
         SGLang chose where the user did not.
     step_time_dict: seconds of decode steps, by the number of rows, if they are kept.
     """
 
     offline_batch: OfflineState
-    memory_usage: MemoryUsage
+    memory_usage: dict[str, int]
     effective_max_running_requests_per_dp: int
     attention_backend: NotRequired[str | None]
     decode_attention_backend: NotRequired[str | None]
@@ -236,20 +188,7 @@ class ControlChannel(Protocol):
     """``FanOutCommunicator``: sends a message to all DP ranks; each answers it."""
 
     async def __call__(self, message: object) -> list[object]: ...
-
     def handle_recv(self, answer: object) -> None: ...
-
-
-class ResultDispatcher(Protocol):
-    """``TypeBasedDispatcher``, which another one can be added to."""
-
-    def __iadd__(self, other: object) -> ResultDispatcher: ...
-
-
-class RequestState(Protocol):
-    """``sglang.srt.managers.tokenizer_manager.ReqState``."""
-
-    dispatched: bool
 
 
 class TokenizerManager(Protocol):
@@ -262,29 +201,21 @@ class TokenizerManager(Protocol):
     gracefully_exit: bool
     is_pause: bool
     elastic_worker_count: int  # DP ranks
-    rid_to_state: Mapping[str, RequestState]
+    rid_to_state: Mapping[str, Any]
     context_len: int
     mm_processor: Any
     max_req_input_len: int | None
     serving_chat_class: Callable[..., ServingHandler]
-    _result_dispatcher: ResultDispatcher
+    # A ``TypeBasedDispatcher``, which another one can be added to.
+    _result_dispatcher: Any
 
     def _dispatch_to_scheduler(self, obj: object) -> None: ...
-
     async def get_internal_state(self) -> list[SchedulerState]: ...
-
     async def flush_cache(self) -> object: ...
-
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None: ...
-
     def generate_request(
         self, obj: EngineRequest, request: None
     ) -> AsyncGenerator[EngineAnswer]: ...
-
     def _validate_one_request(
         self, obj: EngineRequest, input_ids: list[int]
     ) -> None: ...
-
-
-class TemplateManager(Protocol):
-    """``sglang.srt.parser.template_manager.TemplateManager``, which is only passed on."""

@@ -5,13 +5,16 @@ refused when arguments are parsed. With those of :data:`LIMITS`, requests are no
 offloaded. :mod:`.tiers` has the models, and the tier of a server that follows from both.
 ``{"scheduler": "stock"}`` in ``--offline-batch-config`` turns off the offline scheduler
 and the checks.
+
+The checks raise ConfigError, which names the first such flag or setting and the alternative in
+one sentence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Any, Final
 
 from sglang.srt.environ import envs
 
@@ -32,226 +35,180 @@ ATTENTION_ARGUMENTS = (
     "prefill_attention_backend",
     "decode_attention_backend",
 )
+DROP_FLAG = "drop the flag"
 STOCK_SCHEDULER = """--offline-batch-config '{"scheduler": "stock"}'"""
-
-
-class ResolvedArguments(Protocol):
-    """SGLang's arguments with all that SGLang sets itself."""
-
-    device: str
-    disaggregation_mode: str
-    disaggregation_decode_host_receive_threshold: float
-
-
-class DeterministicArguments(Protocol):
-    """The arguments on which deterministic inference depends."""
-
-    attention_backend: str
-    disable_radix_cache: bool
-    enable_mixed_chunk: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Fields of SGLang's arguments and the values that are refused.
 
-    names: fields of ``ServerArgs``, each of which is checked separately.
-    refused: whether a value is unsupported. None means "not given".
+    fields: of ``ServerArgs``, separated by spaces. Each is checked separately.
     reason: completes the error "... does not work with the offline scheduler: ".
-    way_out: the user's alternative, before the general one. May be empty.
+    allowed: values that are not refused, besides None. Empty: those that are false.
+    most: the largest number that is allowed. None: no number is.
+    way_out: the user's alternative, before the general one.
     """
 
-    names: tuple[str, ...]
-    refused: Callable[[object], bool]
+    fields: str
     reason: str
-    way_out: str = ""
+    allowed: tuple[object, ...] = ()
+    most: int | None = None
+    way_out: str = DROP_FLAG
+
+    @property
+    def names(self) -> list[str]:
+        return self.fields.split()
+
+    def refuses(self, value: object) -> bool:
+        if self.most is not None:
+            return isinstance(value, int | float) and value > self.most
+        if self.allowed:
+            return value is not None and value not in self.allowed
+        return bool(value)
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
     """Fields of SGLang's arguments with which requests are not offloaded.
 
-    names: fields of ``ServerArgs``, each of which is checked separately.
+    fields: of ``ServerArgs``, separated by spaces. Each is checked separately.
     reason: the effect of the flag. Completes "offloading is off because --flag ...".
     values: those that do so. Empty: any.
     """
 
-    names: tuple[str, ...]
+    fields: str
     reason: str
     values: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        return self.fields.split()
 
     def found(self, value: object) -> bool:
         return value in self.values if self.values else bool(value)
 
 
-def _given(value: object) -> bool:
-    return bool(value)
-
-
-def _above(limit: int) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, int | float) and value > limit
-
-
-def _other_than(*allowed: object) -> Callable[[object], bool]:
-    return lambda value: value is not None and value not in allowed
-
-
 _SECOND_TIER = "it moves KV that the plan relies on"
 _ADMISSION = "the plan and its KV forecast decide when a request is admitted"
 _PLAN_ORDER = """set the order with --offline-batch-config '{"policy": "dfs"}'"""
+_DIVIDES = (
+    "it divides memory among kinds of KV at run time, and the plan counts pools of "
+    "fixed size"
+)
+_DRAFT_STATE = (
+    "its draft model keeps KV and states of its own, which the plan does not count"
+)
+_DRAFTS_AHEAD = (
+    "it drafts several tokens per step, which the KV forecast does not count"
+)
+_SPLITS = "its ranks split prompts, which was never tested with a plan"
+_SPREADS = "it spreads a page of KV over ranks, and the plan counts those of one rank"
 
 REFUSALS = (
     # The prefix cache, which we replace.
-    Refusal(("disable_radix_cache",), _given, "the plan shares prefixes in it"),
+    Refusal("disable_radix_cache", "the plan shares prefixes in it"),
+    Refusal("radix_cache_backend", "it replaces the prefix cache", (CACHE_BACKEND,)),
     Refusal(
-        ("radix_cache_backend",),
-        _other_than(CACHE_BACKEND),
-        "it replaces the prefix cache",
+        "radix_eviction_policy", "the plan decides which prefixes are evicted", ("lru",)
     ),
     Refusal(
-        ("radix_eviction_policy",),
-        _other_than("lru"),
-        "the plan decides which prefixes are evicted",
-    ),
-    Refusal(
-        (
-            "enable_lmcache",
-            "enable_flexkv",
-            "enable_unified_cache_external_linker",
-        ),
-        _given,
+        "enable_lmcache enable_flexkv enable_unified_cache_external_linker",
         _SECOND_TIER,
     ),
     Refusal(
-        ("hicache_storage_backend",),
-        _given,
+        "hicache_storage_backend",
         "--enable-hierarchical-cache means host memory here, without storage behind it",
     ),
     Refusal(
-        ("hicache_host_memory_mode",),
-        _other_than("cache"),
+        "hicache_host_memory_mode",
         "--enable-hierarchical-cache keeps KV in host memory here",
+        ("cache",),
     ),
     Refusal(
-        ("enable_session_radix_cache", "enable_streaming_session"),
-        _given,
+        "enable_session_radix_cache enable_streaming_session",
         "sessions keep prefixes that the plan would evict",
     ),
-    Refusal(("enable_hisparse",), _given, "SGLang runs it without the prefix cache"),
+    Refusal("enable_hisparse", "SGLang runs it without the prefix cache"),
+    Refusal("enable_unified_memory enable_page_major_kv_layout", _DIVIDES),
     Refusal(
-        ("enable_unified_memory", "enable_page_major_kv_layout"),
-        _given,
-        "it divides memory among kinds of KV at run time, and the plan counts pools of "
-        "fixed size",
-    ),
-    Refusal(
-        ("enable_kv_cache_sharding",),
-        _given,
+        "enable_kv_cache_sharding",
         "SGLang allows it with its own prefix cache only",
     ),
     # The order and the admission of requests, which the plan decides.
     Refusal(
-        ("schedule_policy",),
-        _other_than("fcfs"),
+        "schedule_policy",
         "the plan orders the requests",
-        _PLAN_ORDER,
+        ("fcfs",),
+        way_out=_PLAN_ORDER,
     ),
     Refusal(
-        ("enable_priority_scheduling",),
-        _given,
+        "enable_priority_scheduling",
         "preemption would drop KV that the plan relies on",
-        _PLAN_ORDER,
+        way_out=_PLAN_ORDER,
     ),
     Refusal(
-        ("retraction_policy",),
-        _other_than("length"),
+        "retraction_policy",
         "requests are offloaded by the plan, not retracted",
+        ("length",),
     ),
-    Refusal(("schedule_conservativeness",), _other_than(1.0), _ADMISSION),
-    Refusal(("enable_prefill_delayer",), _given, _ADMISSION),
-    Refusal(("min_free_slots_delay",), _above(1), _ADMISSION),
-    Refusal(("prefill_decode_interval",), _above(0), _ADMISSION),
+    Refusal("schedule_conservativeness", _ADMISSION, (1.0,)),
+    Refusal("enable_prefill_delayer", _ADMISSION),
+    Refusal("min_free_slots_delay", _ADMISSION, most=1),
+    Refusal("prefill_decode_interval", _ADMISSION, most=0),
     Refusal(
-        ("max_queued_requests",),
-        lambda value: value is not None,
+        "max_queued_requests",
         "batches need a queue without a limit",
-        """limit it with --offline-batch-config '{"max_inflight": 4096}'""",
+        (None,),
+        way_out="""limit it with --offline-batch-config '{"max_inflight": 4096}'""",
     ),
     # The shape of a step: prompts in chunks, mixed with decoding.
-    Refusal(("enable_pdmux",), _given, "it runs prefill and decode in its own loop"),
+    Refusal("enable_pdmux", "it runs prefill and decode in its own loop"),
+    Refusal("enable_two_batch_overlap", "it is not tested with mixed chunks"),
+    Refusal("enable_megamoe_for_layernorm_sp", "SGLang refuses mixed chunks"),
     Refusal(
-        ("enable_two_batch_overlap",), _given, "it is not tested with mixed chunks"
+        "enable_mis prefill_only_disable_kv_cache", "it runs without the prefix cache"
     ),
     Refusal(
-        ("enable_megamoe_for_layernorm_sp",), _given, "SGLang refuses mixed chunks"
+        "speculative_algorithm",
+        _DRAFT_STATE,
+        ("NGRAM", "ngram"),
+        way_out="name NGRAM, which drafts from the answers so far",
     ),
     Refusal(
-        ("enable_mis", "prefill_only_disable_kv_cache"),
-        _given,
-        "it runs without the prefix cache",
-    ),
-    Refusal(
-        ("speculative_algorithm",),
-        _other_than("NGRAM", "ngram"),
-        "its draft model keeps KV and states of its own, which the plan does not count",
-        "name NGRAM, which drafts from the answers so far",
-    ),
-    Refusal(
-        ("decoupled_spec_role",),
-        _other_than("null"),
+        "decoupled_spec_role",
         "drafts come from another server, which the KV forecast does not count",
+        ("null",),
     ),
-    Refusal(("dllm_algorithm",), _given, "a diffusion model has its own scheduler"),
+    Refusal("dllm_algorithm", "a diffusion model has its own scheduler"),
     # Adapters.
+    Refusal("uno_lora_path", _DRAFTS_AHEAD),
     Refusal(
-        ("uno_lora_path",),
-        _given,
-        "it drafts several tokens per step, which the KV forecast does not count",
-    ),
-    Refusal(
-        ("enable_lora_overlap_loading",),
-        _given,
+        "enable_lora_overlap_loading",
         "adapters loaded outside the plan may displace those that it keeps",
     ),
     Refusal(
-        ("lora_drain_wait_threshold",),
-        _above(0),
-        "the plan decides which adapter makes room",
+        "lora_drain_wait_threshold", "the plan decides which adapter makes room", most=0
     ),
     # More than one process per replica deciding on a batch.
+    Refusal("dcp_size", _SPREADS, most=1),
+    Refusal("attn_cp_size", _SPLITS, most=1),
+    Refusal("enable_prefill_cp", _SPLITS),
     Refusal(
-        ("dcp_size",),
-        _above(1),
-        "it spreads a page of KV over ranks, and the plan counts those of one rank",
-    ),
-    Refusal(
-        ("attn_cp_size",),
-        _above(1),
-        "its ranks split prompts, which was never tested with a plan",
-    ),
-    Refusal(
-        ("enable_prefill_cp",),
-        _given,
-        "its ranks split prompts, which was never tested with a plan",
-    ),
-    Refusal(
-        ("elastic_ep_backend",),
-        _other_than("none"),
+        "elastic_ep_backend",
         "a rank may leave, and its part of the plan with it",
+        ("none",),
     ),
 )
 
 _SLOTS = "keeps data per KV slot, and an offloaded request resumes in other slots"
+_SCALED = ("mxfp8", "nvfp4", "fp4_mx_block16")
 
 # Data that offloading would lose. All else of the plan stays.
 LIMITS = (
-    Limit(
-        ("kv_cache_dtype",),
-        "keeps scales besides KV",
-        ("mxfp8", "nvfp4", "fp4_mx_block16"),
-    ),
-    Limit(("enable_return_routed_experts", "enable_return_indexer_topk"), _SLOTS),
-    Limit(("kv_canary",), _SLOTS, ("log", "raise")),
+    Limit("kv_cache_dtype", "keeps scales besides KV", _SCALED),
+    Limit("enable_return_routed_experts enable_return_indexer_topk", _SLOTS),
+    Limit("kv_canary", _SLOTS, ("log", "raise")),
 )
 
 # Flags that SGLang itself may turn on for a model or because of an environment variable.
@@ -267,14 +224,10 @@ SET_BY_SGLANG = (
 def config_in_mode(
     config: OfflineBatchConfig, mode: object, backend: object
 ) -> OfflineBatchConfig:
-    """The settings that are in force in a server.
+    """The settings that are in force with a ``--disaggregation-mode`` and transfer backend.
 
-    A decode server to which another transfer backend than ours brings KV has SGLang's
-    scheduler: it gets requests in the order of a plan.
-
-    Args:
-        mode: SGLang's ``--disaggregation-mode``. None is its default.
-        backend: SGLang's ``--disaggregation-transfer-backend``.
+    A decode server to which another backend than ours brings KV has SGLang's scheduler: it
+    gets requests in the order of a plan.
     """
     if mode == "decode" and backend != TRANSFER_BACKEND:
         return replace(config, scheduler="stock")
@@ -286,10 +239,7 @@ def check_disaggregation(
 ) -> None:
     """Refuse flags of a prefill or decode server that do not go together.
 
-    values: SGLang's arguments by field of ``ServerArgs``. A missing one has its default.
-
-    Raises:
-        ConfigError: names the flag or setting and the alternative.
+    values: SGLang's arguments by field. A missing one has its default.
     """
     mode = values.get("disaggregation_mode") or "null"
     backend = values.get("disaggregation_transfer_backend")
@@ -298,42 +248,8 @@ def check_disaggregation(
             "prefill_servers is for the decode server, which sends them its requests; "
             "add --disaggregation-mode decode, or drop the setting."
         )
-    planned = mode == "prefill" and config.scheduler == "offline"
-    drafts = values.get("speculative_algorithm")
-    if drafts and mode != "null" and config.scheduler == "offline":
-        raise ConfigError(
-            f"--speculative-algorithm {drafts} does not work with --disaggregation-mode "
-            f"{mode} and the offline scheduler: KV is sent without drafts; drop the flag, "
-            f"or give {STOCK_SCHEDULER}."
-        )
-    if planned and backend != TRANSFER_BACKEND:
-        raise ConfigError(
-            "--disaggregation-mode prefill with the offline scheduler works with "
-            f"--disaggregation-transfer-backend {TRANSFER_BACKEND} only; add it, or "
-            f"give {STOCK_SCHEDULER}."
-        )
-    if mode == "decode" and config.scheduler == "offline":
-        for name, default in (
-            ("disaggregation_decode_enable_radix_cache", False),
-            ("disaggregation_decode_enable_offload_kvcache", False),
-            ("disaggregation_decode_host_receive_threshold", 1),
-        ):
-            value = values.get(name)
-            if value is not None and value != default:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} does not work with the offline "
-                    "scheduler: KV is received into the host pool, where requests wait "
-                    f"for their turn; drop the flag, or give {STOCK_SCHEDULER}."
-                )
-    ranks = ("enable_dp_attention", False), ("attn_dp_size", 1), ("pp_size", 1)
-    if mode in ("prefill", "decode") and config.scheduler == "offline":
-        for name, default in ranks:
-            if (values.get(name) or default) != default:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} does not work with the offline "
-                    f"scheduler and --disaggregation-mode {mode}: its steps are not those "
-                    f"of SGLang's loop; drop one of the two, or give {STOCK_SCHEDULER}."
-                )
+    if config.scheduler == "offline" and mode != "null":
+        _check_planned_mode(values, mode, backend)
     if backend == TRANSFER_BACKEND and values.get("enable_pd_role_switch"):
         raise ConfigError(
             f"--enable-pd-role-switch does not work with "
@@ -341,25 +257,56 @@ def check_disaggregation(
         )
 
 
-def is_deterministic(arguments: object) -> bool:
-    """Whether a request's answer must not depend on the others in its batch.
+def _check_planned_mode(
+    values: Mapping[str, object], mode: object, backend: object
+) -> None:
+    drafts = values.get("speculative_algorithm")
+    if drafts:
+        raise ConfigError(
+            f"--speculative-algorithm {drafts} does not work with --disaggregation-mode "
+            f"{mode} and the offline scheduler: KV is sent without drafts; drop the flag, "
+            f"or give {STOCK_SCHEDULER}."
+        )
+    if mode == "prefill" and backend != TRANSFER_BACKEND:
+        raise ConfigError(
+            "--disaggregation-mode prefill with the offline scheduler works with "
+            f"--disaggregation-transfer-backend {TRANSFER_BACKEND} only; add it, or "
+            f"give {STOCK_SCHEDULER}."
+        )
+    into_host: dict[str, object] = {
+        "disaggregation_decode_enable_radix_cache": False,
+        "disaggregation_decode_enable_offload_kvcache": False,
+        "disaggregation_decode_host_receive_threshold": 1,
+    }
+    for name, default in into_host.items() if mode == "decode" else ():
+        value = values.get(name)
+        if value is not None and value != default:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} does not work with the offline "
+                "scheduler: KV is received into the host pool, where requests wait "
+                f"for their turn; drop the flag, or give {STOCK_SCHEDULER}."
+            )
+    ranks = {"enable_dp_attention": False, "attn_dp_size": 1, "pp_size": 1}
+    for name, default in ranks.items():
+        if (values.get(name) or default) != default:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} does not work with the offline "
+                f"scheduler and --disaggregation-mode {mode}: its steps are not those "
+                f"of SGLang's loop; drop one of the two, or give {STOCK_SCHEDULER}."
+            )
 
-    arguments: those of SGLang. The second of the two flags implies the first.
-    """
+
+def is_deterministic(arguments: object) -> bool:
+    """Whether a request's answer must not depend on the others in its batch."""
+    # The second of the two flags implies the first.
     names = ("enable_deterministic_inference", "rl_on_policy_target")
     return any(getattr(arguments, name) for name in names)
 
 
-def check_deterministic(
-    arguments: DeterministicArguments, config: OfflineBatchConfig
-) -> None:
-    """Refuse what deterministic inference would have to do without.
+def check_deterministic(arguments: Any, config: OfflineBatchConfig) -> None:
+    """Refuse flags that deterministic inference would have to do without.
 
-    Args:
-        arguments: those of SGLang, after it has chosen attention for this mode.
-
-    Raises:
-        ConfigError: names the flag or setting and the alternative.
+    arguments: those of SGLang, after it has chosen attention for this mode.
     """
     wrong = ""
     if arguments.disable_radix_cache:
@@ -384,14 +331,9 @@ def check_deterministic(
         )
 
 
-def check_host_receive(view: ResolvedArguments) -> None:
-    """Refuse to receive KV into SGLang's host pool where there is no accelerator.
-
-    SGLang registers that pool with CUDA. On a CPU the KV pool is host memory anyway.
-
-    Raises:
-        ConfigError: names the flag and the alternative.
-    """
+def check_host_receive(view: Any) -> None:
+    """Refuse to receive KV into SGLang's host pool, which is registered with CUDA, where there
+    is no accelerator. On a CPU the KV pool is host memory anyway."""
     threshold = view.disaggregation_decode_host_receive_threshold
     if view.disaggregation_mode == "decode" and view.device == "cpu" and threshold < 1:
         raise ConfigError(
@@ -404,21 +346,20 @@ def check_host_receive(view: ResolvedArguments) -> None:
 def check_supported(
     values: Mapping[str, object], names: tuple[str, ...] | None = None
 ) -> None:
-    """Refuse unsupported flags.
+    """Refuse unsupported flags, among all or these.
 
-    values: SGLang's arguments by field of ``ServerArgs``. A missing one has its default.
-    names: the fields to check. None checks all.
-
-    Raises:
-        ConfigError: names the first such flag and the alternative, in one sentence.
+    values: SGLang's arguments by field. A missing one has its default.
     """
     for refusal in REFUSALS:
         for name in refusal.names:
             if names is not None and name not in names:
                 continue
             value = values.get(name)
-            if refusal.refused(value):
-                raise ConfigError(_flag_error(name, value, refusal))
+            if refusal.refuses(value):
+                raise ConfigError(
+                    f"{_as_given(name, value)} does not work with the offline scheduler: "
+                    f"{refusal.reason}; {refusal.way_out}, or give {STOCK_SCHEDULER}."
+                )
 
 
 def found_limits(arguments: object) -> tuple[str, ...]:
@@ -440,12 +381,3 @@ def found_limits(arguments: object) -> tuple[str, ...]:
 def _as_given(name: str, value: object) -> str:
     flag = "--" + name.replace("_", "-")
     return flag if isinstance(value, bool | list | dict) else f"{flag} {value}"
-
-
-def _flag_error(name: str, value: object, refusal: Refusal) -> str:
-    way_out = refusal.way_out or "drop the flag"
-    return (
-        f"{_as_given(name, value)} does not work with the offline scheduler: "
-        f"{refusal.reason}; "
-        f"{way_out}, or give {STOCK_SCHEDULER}."
-    )

@@ -1,25 +1,25 @@
 """How much of the plan a server has with each kind of model, and with each flag.
 
-*Full*: everything. *Planned*: the order of the plan, each shared prefix computed once,
-admission by the forecast of KV and eviction by the plan, but without features that the model's state
-does not allow. *Refused*: answers would be wrong; the error names the way out.
+*Full*: everything. *Planned*: the order of the plan, each shared prefix computed once, admission
+by the forecast of KV and eviction by the plan, but no offloading. *Refused*: answers would be
+wrong; the error names the way out.
 
 :data:`MODEL_KINDS` is the table of models, and :mod:`.support` has those of flags. The log of a
 starting server has its tier in one line, ``/server_info`` has it, and the tables in
 docs/models.md are made from these.
+
+The checks raise ConfigError, which names the architecture and the way out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import groupby
-from operator import itemgetter
 
 from ...errors import ConfigError
 from .server_types import ModelConfig
-from .support import LIMITS, REFUSALS, STOCK_SCHEDULER
+from .support import STOCK_SCHEDULER
 
 
 class Tier(StrEnum):
@@ -34,7 +34,6 @@ class Tier(StrEnum):
 class ModelKind:
     """A kind of model that keeps more than plain KV.
 
-    name: as the tables have it.
     tier: planned or refused.
     found: whether a model is of this kind.
     reason: completes "offloading is off because" and "does not work: ".
@@ -46,10 +45,6 @@ class ModelKind:
     found: Callable[[ModelConfig], bool]
     reason: str
     way_out: str = ""
-
-
-def _encoder_decoder(config: ModelConfig) -> bool:
-    return config.is_encoder_decoder
 
 
 def keeps_states(config: ModelConfig) -> bool:
@@ -67,10 +62,6 @@ def _compressed(config: ModelConfig) -> bool:
 
 def _windows(config: ModelConfig) -> bool:
     return config.is_hybrid_swa
-
-
-def _states_and_windows(config: ModelConfig) -> bool:
-    return keeps_states(config) and _windows(config)
 
 
 def _only_windows(config: ModelConfig) -> bool:
@@ -91,16 +82,12 @@ def _pooled_index(config: ModelConfig) -> bool:
     return _sparse(config) and bool(get_dsa_index_kpool(config.hf_config) > 1)
 
 
-def _ngrams(config: ModelConfig) -> bool:
-    return config.use_ngram_embedding or config.use_engram
-
-
 # The first that is refused decides; otherwise all that are found.
 MODEL_KINDS: tuple[ModelKind, ...] = (
     ModelKind(
         "encoder-decoder",
         Tier.REFUSED,
-        _encoder_decoder,
+        lambda config: config.is_encoder_decoder,
         "it has an encoder whose KV is not in the prefix cache",
     ),
     ModelKind(
@@ -119,7 +106,7 @@ MODEL_KINDS: tuple[ModelKind, ...] = (
     ModelKind(
         "recurrent states and windows (Inkling)",
         Tier.REFUSED,
-        _states_and_windows,
+        lambda config: keeps_states(config) and config.is_hybrid_swa,
         "it has both recurrent states and a pool for windows, and the plan counts one such "
         "pool",
     ),
@@ -152,7 +139,7 @@ MODEL_KINDS: tuple[ModelKind, ...] = (
     ModelKind(
         "n-gram embeddings",
         Tier.PLANNED,
-        _ngrams,
+        lambda config: config.use_ngram_embedding or config.use_engram,
         "its n-gram tables keep state per request besides KV",
     ),
 )
@@ -209,9 +196,6 @@ def check_model(config: ModelConfig, *, hybrid_swa_disabled: bool = False) -> Mo
     """The tier of a model that works with the offline scheduler.
 
     hybrid_swa_disabled: as of :func:`model_tier`.
-
-    Raises:
-        ConfigError: the model is refused. Names the architecture and the way out.
     """
     found = model_tier(config, hybrid_swa_disabled=hybrid_swa_disabled)
     if found.tier is not Tier.REFUSED:
@@ -224,11 +208,7 @@ def check_model(config: ModelConfig, *, hybrid_swa_disabled: bool = False) -> Mo
 
 
 def check_sent_whole(found: ModelTier) -> None:
-    """Refuse a model on a prefill server that sends KV and nothing else.
-
-    Raises:
-        ConfigError: names the architecture and the way out.
-    """
+    """Refuse a model on a prefill server that sends KV and nothing else."""
     if found.tier is not Tier.FULL:
         raise ConfigError(
             f"{found.architecture} does not work with --disaggregation-mode prefill and "
@@ -240,9 +220,6 @@ def check_sent_whole(found: ModelTier) -> None:
 def check_drafts(config: ModelConfig, algorithm: str, pp_size: int = 1) -> None:
     """Refuse ``--speculative-algorithm`` with a model that keeps more for each draft than KV,
     and with stages of a pipeline.
-
-    Raises:
-        ConfigError: names the architecture and the way out.
     """
     if keeps_states(config):
         architecture = model_tier(config).architecture
@@ -257,45 +234,3 @@ def check_drafts(config: ModelConfig, algorithm: str, pp_size: int = 1) -> None:
             "the offline scheduler: tokens of several micro-batches are not counted apart; "
             f"drop one of the two, or give {STOCK_SCHEDULER}."
         )
-
-
-def kinds_table() -> str:
-    """The kinds of models and their tiers, as a Markdown table."""
-    lines = ["| kind of model | tier | why |", "|---|---|---|"]
-    lines.append("| KV of all tokens, nothing else | full | |")
-    for kind in MODEL_KINDS:
-        why = f"{kind.reason}; {kind.way_out}" if kind.way_out else kind.reason
-        lines.append(f"| {kind.name} | {kind.tier} | {why} |")
-    return "\n".join(lines)
-
-
-def limits_table() -> str:
-    """The flags with which requests are not offloaded, as a Markdown table."""
-    rows = []
-    for limit in LIMITS:
-        values = f" {', '.join(limit.values)}" if limit.values else ""
-        rows.append((_flags(limit.names) + values, limit.reason))
-    return _table_of_flags(rows)
-
-
-def refusals_table() -> str:
-    """The flags that the offline scheduler refuses, as a Markdown table."""
-    rows = []
-    for refusal in REFUSALS:
-        why = refusal.reason
-        if refusal.way_out:
-            why += f"; {refusal.way_out}"
-        rows.append((_flags(refusal.names), why))
-    return _table_of_flags(rows)
-
-
-def _table_of_flags(rows: Iterable[tuple[str, str]]) -> str:
-    """rows: flags and their reason. Neighbours with the same reason become one row."""
-    lines = ["| flag | why |", "|---|---|"]
-    for why, group in groupby(rows, key=itemgetter(1)):
-        lines.append(f"| {', '.join(flags for flags, _ in group)} | {why} |")
-    return "\n".join(lines)
-
-
-def _flags(names: tuple[str, ...]) -> str:
-    return ", ".join(f"`--{name.replace('_', '-')}`" for name in names)

@@ -32,20 +32,16 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         sinks: torch.Tensor | None = None,
         **_: object,
     ) -> torch.Tensor:
-        verifies = forward_batch.forward_mode.is_target_verify()
-        if not verifies and self._is_stock(layer, sinks):
-            stock: torch.Tensor = super().forward_extend(
-                q, k, v, layer, forward_batch, save_kv_cache
-            )
-            return stock
-        if verifies:
+        given = q, k, v, layer, forward_batch, save_kv_cache
+        if forward_batch.forward_mode.is_target_verify():
             number = forward_batch.spec_info.draft_token_num
             counts = [number] * len(forward_batch.seq_lens)
+        elif self._is_stock(layer, sinks):
+            stock: torch.Tensor = super().forward_extend(*given)
+            return stock
         else:
             counts = forward_batch.extend_seq_lens.tolist()
-        return self._forward(
-            q, k, v, layer, forward_batch, save_kv_cache, sinks, counts
-        )
+        return self._forward(*given, sinks, counts)
 
     def forward_decode(
         self,
@@ -58,15 +54,11 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         sinks: torch.Tensor | None = None,
         **_: object,
     ) -> torch.Tensor:
+        given = q, k, v, layer, forward_batch, save_kv_cache
         if self._is_stock(layer, sinks):
-            stock: torch.Tensor = super().forward_decode(
-                q, k, v, layer, forward_batch, save_kv_cache
-            )
+            stock: torch.Tensor = super().forward_decode(*given)
             return stock
-        counts = [1] * len(forward_batch.seq_lens)
-        return self._forward(
-            q, k, v, layer, forward_batch, save_kv_cache, sinks, counts
-        )
+        return self._forward(*given, sinks, [1] * len(forward_batch.seq_lens))
 
     def _is_stock(self, layer: Any, sinks: torch.Tensor | None) -> bool:
         """Whether SGLang's attention is right for a layer."""
@@ -114,23 +106,17 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         if forward_batch.forward_mode.is_target_verify():
             trees = draft_trees(forward_batch.spec_info.custom_mask, lengths, counts)
             lengths = list(map(sum, zip(lengths, counts, strict=True)))
+        options = {"scale": layer.scaling, "window": layer.sliding_window_size}
+        options["sinks"] = sinks
         outputs = []
         begin = 0
         for row, length, count, tree in zip(rows, lengths, counts, trees, strict=True):
             at = self.req_to_token_pool.req_to_token[row, :length].to(torch.int64)
             if self._has_own_pool(layer):
                 at = pool.translate_loc_from_full_to_swa(at).to(torch.int64)
-            outputs.append(
-                self._attend_one(
-                    queries[begin : begin + count],
-                    keys[at].to(q.dtype),
-                    values[at].to(q.dtype),
-                    scale=layer.scaling,
-                    window=layer.sliding_window_size,
-                    sinks=sinks,
-                    tree=tree,
-                )
-            )
+            own = queries[begin : begin + count]
+            key, value = keys[at].to(q.dtype), values[at].to(q.dtype)
+            outputs.append(self._attend_one(own, key, value, tree=tree, **options))
             begin += count
         return torch.cat(outputs).flatten(1)
 
@@ -227,21 +213,17 @@ def _multiply_each(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def use_rows() -> None:
     """Multiply all matrices of this process row by row. Later calls change nothing.
 
-    For ``--enable-deterministic-inference``, for which SGLang brings Triton kernels: the
-    result for one token does not depend on the others of its step. Each token also attends
-    by itself, always in the same order of operations, and random numbers come from a hash
-    of seed and position, as on a GPU. So it makes no difference whether a token is computed
-    in a prompt, in a chunk of it or in a decode step. It is slow.
+    For ``--enable-deterministic-inference``, for which SGLang brings Triton kernels. Each
+    token also attends by itself, always in the same order of operations, and random numbers
+    come from a hash of seed and position, as on a GPU. So it makes no difference whether a
+    token is computed in a prompt, in a chunk of it or in a decode step. It is slow.
     """
     global _library
     if _library is not None:
         return
     _library = torch.library.Library("aten", "IMPL")
-    for name, function in (
-        ("mm", multiply),
-        ("addmm", _multiply_and_add),
-        ("bmm", _multiply_each),
-    ):
+    ours = {"mm": multiply, "addmm": _multiply_and_add, "bmm": _multiply_each}
+    for name, function in ours.items():
         _library.impl(name, function, "CPU", allow_override=True)
     vars(sampler)["murmur_hash32"] = murmur_hash32
     # Compiled, it would be for batches of one size.
@@ -253,14 +235,8 @@ def use_rows() -> None:
 def murmur_hash32(
     seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor
 ) -> torch.Tensor:
-    """MurmurHash3, 32 bits, of a seed (64 bits), a position and a column (32 bits each).
-
-    seed, positions: ``[n]``.
-    columns: ``[m]``.
-
-    Returns:
-        int64 ``[n, m]``, each from 0 to 2**32 - 1.
-    """
+    """MurmurHash3, 32 bits, of seeds (64 bits) and positions (32 bits) ``[n]``, and columns
+    (32 bits) ``[m]``: int64 ``[n, m]``, each from 0 to 2**32 - 1."""
     seed = seed.to(torch.int64)
     columns = columns.to(torch.int64).unsqueeze(0)
     hashed = torch.zeros(len(seed), 1, dtype=torch.int64)
@@ -292,7 +268,7 @@ def attend_each(
     sinks: torch.Tensor | None,
     tree: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As :func:`.cpu_attention.attend`, query by query."""
+    """As :func:`attend`, query by query."""
     (num_queries, heads, _), groups = queries.shape, keys.shape[1]
     if tree is None:
         tree = torch.ones(num_queries, num_queries, dtype=torch.bool).tril()

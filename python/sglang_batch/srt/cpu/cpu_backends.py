@@ -10,11 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from sglang.srt.configs.hybrid_arch import (
-    hybrid_gdn_config,
-    hybrid_kda_config,
-    mamba2_config,
-)
+from sglang.srt.configs import hybrid_arch
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import dp_attention
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -39,9 +35,9 @@ def make_backend(model_runner: Any) -> TorchNativeAttnBackend:
     if model_runner.use_mla_backend:
         _attend_latents()
     for layers, functions in (
-        (hybrid_gdn_config(model), _delta_nets()),
-        (hybrid_kda_config(model), _kimi_layers()),
-        (mamba2_config(model), _mamba_layers()),
+        (hybrid_arch.hybrid_gdn_config(model), _delta_nets()),
+        (hybrid_arch.hybrid_kda_config(model), _kimi_layers()),
+        (hybrid_arch.mamba2_config(model), _mamba_layers()),
     ):
         if layers is not None:
             _replace(functions)
@@ -56,8 +52,7 @@ def make_backend(model_runner: Any) -> TorchNativeAttnBackend:
 def _attend_latents() -> None:
     """Have latent attention read the latents of a prompt, as that of decodes does.
 
-    SGLang expands the KV of new prompts. Its ``torch_native`` attention reads the pool,
-    which has only latents, as if they were that KV.
+    SGLang's ``torch_native`` attention takes the latents in the pool for expanded KV.
     """
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
@@ -82,16 +77,22 @@ def _replace(functions: Mapping[str, Mapping[str, Any]]) -> None:
         vars(importlib.import_module(module)).update(ours)
 
 
+_LINEAR = "sglang.srt.layers.attention.linear"
+_NORMS = "sglang.kernels.ops.attention.fla"
+_CONVOLUTIONS = {
+    "causal_conv1d_fn": kernels.causal_conv1d_fn,
+    "causal_conv1d_update": kernels.causal_conv1d_update,
+}
+
+
 def _delta_nets() -> dict[str, dict[str, Any]]:
-    attention, models = "sglang.srt.layers.attention.linear", "sglang.srt.models"
-    norms = "sglang.kernels.ops.attention.fla"
+    models = "sglang.srt.models"
     return {
-        f"{attention}.gdn_backend": {
-            "causal_conv1d_fn": kernels.causal_conv1d_fn,
-            "causal_conv1d_update": kernels.causal_conv1d_update,
+        f"{_LINEAR}.gdn_backend": {
+            **_CONVOLUTIONS,
             "fused_gdn_gating": kernels.fused_gdn_gating,
         },
-        f"{attention}.kernels.gdn_triton": {
+        f"{_LINEAR}.kernels.gdn_triton": {
             "chunk_gated_delta_rule": kernels.chunk_gated_delta_rule,
             "fused_recurrent_gated_delta_rule_packed_decode": kernels.packed_decode,
         },
@@ -103,34 +104,27 @@ def _delta_nets() -> dict[str, dict[str, Any]]:
             "fused_sigmoid_mul": kernels.sigmoid_mul,
         },
         f"{models}.qwen2_moe": {"fused_gate_sigmoid_mul_add": kernels.add_gated},
-        f"{norms}.fused_norm_gate": {"rms_norm_gated": kernels.rms_norm_gated},
-        f"{norms}.layernorm_gated": {"rms_norm_gated": kernels.rms_norm_then_gate},
+        f"{_NORMS}.fused_norm_gate": {"rms_norm_gated": kernels.rms_norm_gated},
+        f"{_NORMS}.layernorm_gated": {"rms_norm_gated": kernels.rms_norm_then_gate},
     }
 
 
 def _kimi_layers() -> dict[str, dict[str, Any]]:
-    attention = "sglang.srt.layers.attention.linear"
     return {
-        f"{attention}.kda_backend": {
-            "causal_conv1d_fn": kernels.causal_conv1d_fn,
-            "causal_conv1d_update": kernels.causal_conv1d_update,
-        },
-        f"{attention}.kernels.kda_triton": {
+        f"{_LINEAR}.kda_backend": _CONVOLUTIONS,
+        f"{_LINEAR}.kernels.kda_triton": {
             "chunk_kda": kernels.chunk_kda,
             "fused_recurrent_kda_packed_decode": kernels.packed_kda_decode,
         },
-        "sglang.kernels.ops.attention.fla.fused_norm_gate": {
-            "rms_norm_gated": kernels.rms_norm_gated
-        },
+        f"{_NORMS}.fused_norm_gate": {"rms_norm_gated": kernels.rms_norm_gated},
     }
 
 
 def _mamba_layers() -> dict[str, dict[str, Any]]:
     return {
         "sglang.srt.layers.attention.mamba.mamba": {
-            "causal_conv1d_fn": kernels.causal_conv1d_fn,
+            **_CONVOLUTIONS,
             "causal_conv1d_fn_triton": kernels.causal_conv1d_fn,
-            "causal_conv1d_update": kernels.causal_conv1d_update,
             "causal_conv1d_update_triton": kernels.causal_conv1d_update,
             "mamba_chunk_scan_combined": kernels.mamba_chunk_scan_combined,
             "selective_state_update": kernels.selective_state_update,
@@ -197,17 +191,16 @@ class _PageableTorch:
 def do_without() -> None:
     """Have SGLang's code do without pinned memory and CUDA. Later calls change nothing.
 
-    LoRA adapters ask torch for pinned memory, for which torch raises; ordinary memory is
-    all they need. Host memory is registered with CUDA, also where no device copies from
-    it. Some models ask for the current device, which would be CUDA's wherever torch is
-    built for CUDA.
+    LoRA adapters ask torch for pinned memory, for which torch raises. Host memory is
+    registered with CUDA, also where no device copies from it. Some models ask for the
+    current device, which would be CUDA's wherever torch is built for CUDA.
     """
     for name in _PINNING_MODULES:
         vars(importlib.import_module(name))["torch"] = _PageableTorch()
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
     ALLOC_MEMORY_FUNCS["cpu"] = allocate
-    torch.Tensor.pin_memory = _itself
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor
     torch.get_device_module = get_device_module
 
 
@@ -233,10 +226,6 @@ def _unpinned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     return unpinned
 
 
-def _itself(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
-    return tensor
-
-
 @cache  # as torch's, of which torch.compile asks for the function within
 def get_device_module(device: torch.device | str | None = None) -> Any:
     """torch's, for which the current device is the CPU."""
@@ -254,7 +243,7 @@ def use_pytorch() -> None:
 
     With attention data parallelism, tokens of all ranks are gathered into one buffer
     between attention and the layers that the ranks share, and scattered again. With expert
-    parallelism, a rank leaves out what other ranks' experts compute. SGLang's kernels for
+    parallelism, a rank leaves out the work of other ranks' experts. SGLang's kernels for
     that need Triton, and its forms without are for its own CPU kernels.
     """
     dp_attention.memcpy_func = dp_attention.memcpy_cpu
@@ -263,7 +252,8 @@ def use_pytorch() -> None:
     # Without operators that are registered for accelerators only, and pinned memory.
     parallel_state._is_cpu = forward_batch_info._is_cpu = True
     parallel_state.GroupCoordinator.reduce_scatterv = reduce_scatterv
-    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = padded_length
+    # The length in tokens of rows that only pad a step, whose KV is never used.
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda backend: 1
 
 
 def reduce_scatterv(
@@ -274,18 +264,12 @@ def reduce_scatterv(
 ) -> torch.Tensor:
     """SGLang's, in its form without NCCL.
 
-    Args:
-        input_: ``[num_tokens of all ranks, hidden_size]``.
-        output: of the sum, this rank's ``[num_tokens, hidden_size]``. None makes one.
-        sizes: tokens of each rank. None: equal parts.
+    input_: ``[num_tokens of all ranks, hidden_size]``.
+    output: of the sum, this rank's ``[num_tokens, hidden_size]``. None makes one.
+    sizes: tokens of each rank. None: equal parts.
     """
     summed: torch.Tensor = group._deterministic_reduce_scatterv(input_, output, sizes)
     return summed
-
-
-def padded_length(backend: object) -> int:
-    """The length in tokens of rows that only pad a step, whose KV is never used."""
-    return 1
 
 
 def mask_padding(topk_ids: torch.Tensor) -> None:
@@ -305,13 +289,8 @@ def mask_padding(topk_ids: torch.Tensor) -> None:
 def own_experts(layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> Any:
     """SGLang's experts in PyTorch, where an id of -1 is an expert of another rank.
 
-    Args:
-        x: ``[num_tokens, hidden_size]``.
-        topk_output: with ``topk_ids`` and ``topk_weights``
-            ``[num_tokens, experts_per_token]``.
-
-    Returns:
-        ``[num_tokens, hidden_size]``, the part of this rank's experts.
+    x: ``[num_tokens, hidden_size]``, as the result, which is the part of this rank's experts.
+    topk_output: with ``topk_ids`` and ``topk_weights`` ``[num_tokens, experts_per_token]``.
     """
     ids, weights = topk_output.topk_ids, topk_output.topk_weights
     if (ids >= 0).all():

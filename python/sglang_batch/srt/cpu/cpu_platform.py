@@ -6,25 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.arg_groups import choices
+from sglang.srt.platforms import interface
 from sglang.srt.platforms.cpu import CpuDeviceMixin
-from sglang.srt.platforms.interface import (
-    PlatformCapabilities,
-    PlatformEnum,
-    SRTPlatform,
-)
 
 
-class TorchNativeCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
+class TorchNativeCpuPlatform(CpuDeviceMixin, interface.SRTPlatform):  # type: ignore[misc]
     """Serves on a CPU with torch-native ops only.
 
     It declares itself out of tree, so that SGLang picks the torch-native form of every
     op and never needs its CUDA or AMX kernel libraries.
     """
 
-    _enum = PlatformEnum.OOT
+    _enum = interface.PlatformEnum.OOT
     device_name = "cpu"
     device_type = "cpu"
-    capabilities = PlatformCapabilities()
+    capabilities = interface.PlatformCapabilities()
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"

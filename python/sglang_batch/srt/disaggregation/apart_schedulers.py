@@ -1,13 +1,10 @@
 """The scheduler of a prefill server, and SGLang's own of either side.
 
-A prefill server follows the plans of jobs: SGLang asks for the next prefill batch in the
-same method as in a server that does both. Only the ways in and out differ. A request
-waits in SGLang's bootstrap queue until the decode server has room for it, and joins the
-plan then. It leaves when its KV has been sent.
+A prefill server follows the plans of jobs. A request waits in SGLang's bootstrap queue until
+the decode server has room for it, and joins the plan then. It leaves when its KV has been sent.
 
 A decode server makes room for requests in the order in which they are sent to it, which is
-the plan's, and so the prefill server gets them in turn. Its scheduler is that of
-:mod:`.decode.decode_scheduler`.
+the plan's. Its scheduler is that of :mod:`.decode_scheduler`.
 """
 
 from __future__ import annotations
@@ -39,11 +36,8 @@ class Apart(Scheduler):  # type: ignore[misc]
         time.sleep(PAUSE_S)
 
     def maybe_send_cached_prefix_chunk(self, req: Req, allow_send: bool = True) -> None:
-        """Send a prompt's cached prefix before the rest is computed.
-
-        SGLang has the sender wait for an event on a CUDA stream, which a CPU has not.
-        There the prefix is sent with the rest.
-        """
+        """Send a prompt's cached prefix before the rest is computed, but not on a CPU: SGLang
+        has the sender wait for an event on a CUDA stream."""
         if self.device != "cpu":
             super().maybe_send_cached_prefix_chunk(req, allow_send)
 

@@ -35,14 +35,9 @@ def register() -> None:
 def kv_class(
     original: Callable[[Any, Any], Any], transfer_backend: Any, class_type: Any
 ) -> Any:
-    """AROUND hook on ``get_kv_class``: the classes of our backend.
-
-    Managers differ between the two roles. SGLang asks for one class for both.
-    """
-    if (
-        getattr(transfer_backend, "value", None) != TRANSFER_BACKEND
-        or class_type.value == "kvargs"
-    ):
+    """AROUND hook on ``get_kv_class``: the classes of our backend."""
+    ours = getattr(transfer_backend, "value", None) == TRANSFER_BACKEND
+    if not ours or class_type.value == "kvargs":
         return original(transfer_backend, class_type)
     # Only a scheduler process loads torch and the rest for them.
     if class_type.value == "bootstrap_server":
@@ -51,16 +46,16 @@ def kv_class(
         return CommonKVBootstrapServer
     from .tcp import tcp_receiver, tcp_sender
 
+    def make_manager(args: Any, mode: Any, *rest: Any) -> Any:
+        # SGLang asks for one class for both roles.
+        prefills = mode.value == "prefill"
+        module = (
+            tcp_sender.TcpPrefillManager if prefills else tcp_receiver.TcpDecodeManager
+        )
+        return module(args, mode, *rest)
+
     return {
-        "manager": _make_manager,
+        "manager": make_manager,
         "sender": tcp_sender.TcpSender,
         "receiver": tcp_receiver.TcpReceiver,
     }[class_type.value]
-
-
-def _make_manager(args: Any, mode: Any, *rest: Any) -> Any:
-    from .tcp.tcp_receiver import TcpDecodeManager
-    from .tcp.tcp_sender import TcpPrefillManager
-
-    manager = TcpPrefillManager if mode.value == "prefill" else TcpDecodeManager
-    return manager(args, mode, *rest)

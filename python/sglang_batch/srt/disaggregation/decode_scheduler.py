@@ -20,15 +20,8 @@ from sglang.srt.runtime_context import get_disagg
 from ...errors import EngineError
 from ...scheduling.job_state import JobState
 from ...scheduling.scheduled_request import ScheduledRequest
-from ..compat.scheduler_types import (
-    AbortRequest,
-    BuildPrefill,
-    PauseRequest,
-    PrefillPlan,
-    ReceivedReq,
-    Req,
-    ScheduleBatch,
-)
+from ..compat import scheduler_types
+from ..compat.scheduler_types import PrefillPlan, Req, ScheduleBatch
 from ..scheduler.engine_jobs import EngineJobs
 from ..scheduler.kv.kv_manager import KvManager
 from ..scheduler.online_queue import OnlineQueue
@@ -40,11 +33,15 @@ from .reception import HostPreallocQueue, Reception
 from .tcp.tcp_manager import PageBuffers
 
 
+def _plan(batch: ScheduleBatch | None, running_batch: ScheduleBatch) -> PrefillPlan:
+    plan: PrefillPlan = NextBatchPlan(batch_to_run=batch, running_batch=running_batch)
+    return plan
+
+
 class DecodePlanScheduler(PlanScheduler):
     """Carries out the plans of one scheduler process of a decode server.
 
-    Args:
-        reception: the requests whose KV has come.
+    reception: the requests whose KV has come.
     """
 
     def __init__(
@@ -67,7 +64,7 @@ class DecodePlanScheduler(PlanScheduler):
         return [(job, request) for job, request in found if request in here]
 
     def next_batch(
-        self, running_batch: ScheduleBatch, build: BuildPrefill
+        self, running_batch: ScheduleBatch, build: scheduler_types.BuildPrefill
     ) -> PrefillPlan:
         """Nothing to build, and the running batch with those that join it."""
         if self._adapters is not None:
@@ -80,10 +77,7 @@ class DecodePlanScheduler(PlanScheduler):
         if not self._nobody_can_join(running_batch):
             choice = self._choose_from_jobs(running_batch, [])
             running_batch = self._kv_manager.join(running_batch, choice.from_host)
-        plan: PrefillPlan = NextBatchPlan(
-            batch_to_run=None, running_batch=running_batch
-        )
-        return plan
+        return _plan(None, running_batch)
 
     def _join_online(self, running_batch: ScheduleBatch) -> ScheduleBatch:
         """Have online requests join for which there is room, or was made."""
@@ -93,7 +87,7 @@ class DecodePlanScheduler(PlanScheduler):
         for i, req in enumerate(ready):
             known = self._registry.known(req)
             assert known is not None
-            kv = self._reception.online_kv(req)
+            kv = self._reception.online[req.rid]
             joined = self._kv_manager.join_one(running_batch, kv)
             if joined is None:  # it fits later
                 for each in ready[i:]:
@@ -103,7 +97,7 @@ class DecodePlanScheduler(PlanScheduler):
                 waiting = ready[i:] + waiting
                 break
             running_batch = joined
-            self._reception.joined(req)
+            del self._reception.online[req.rid]
             self._kv_accounting.begin_decoding(known[1])
         self._scheduler.waiting_queue = waiting
         return running_batch
@@ -130,7 +124,7 @@ class DecodeScheduler(Apart, OfflineScheduler):
         assert offloader is not None  # Reception was made with it
         pages = PageBuffers.of_views(offloader.pool.host_layers())
         assert pages.row_lengths == manager.kv.row_lengths
-        manager.destinations.receive_on_host(pages)
+        manager.destinations.host = pages
 
     def _make_plan_scheduler(self, online: OnlineQueue) -> DecodePlanScheduler:
         self.reception = Reception(self.jobs, self.kv_manager)
@@ -170,7 +164,7 @@ class DecodeScheduler(Apart, OfflineScheduler):
         for req in arrived:
             self._arrived(req)
 
-    def _arrived(self, req: ReceivedReq) -> None:
+    def _arrived(self, req: scheduler_types.ReceivedReq) -> None:
         num_tokens = len(req.origin_input_ids) + len(req.output_ids) - 1
         again = getattr(req, "pd_rebootstrap_in_progress", False)
         req.pd_rebootstrap_in_progress = False
@@ -188,7 +182,7 @@ class DecodeScheduler(Apart, OfflineScheduler):
         if not again:
             self.output_streamer.stream_output([req], req.return_logprob)
 
-    def _accept_first_token(self, req: ReceivedReq) -> None:
+    def _accept_first_token(self, req: scheduler_types.ReceivedReq) -> None:
         if req.grammar is None or req.grammar.current_token is not None:
             return
         try:
@@ -221,15 +215,11 @@ class DecodeScheduler(Apart, OfflineScheduler):
             set_schedule_time_batch(batch)
         self.plan_scheduler.end_step(batch)
         self._report_joined()
-        decided: PrefillPlan = NextBatchPlan(
-            batch_to_run=batch, running_batch=running_batch
-        )
-        return decided
+        return _plan(batch, running_batch)
 
     # Requests leave -------------------------------------------------------------------
 
     def _drop(self, req: Req) -> None:
-        """A request that waits on the host is over."""
         known = self.jobs.registry.known(req)
         if known is None or known[0] is None:
             self.reception.drop_online(req)
@@ -239,7 +229,7 @@ class DecodeScheduler(Apart, OfflineScheduler):
         known[0].take(known[1])
         self.jobs.registry.skip(known[0], known[1])
 
-    def abort_request(self, recv_req: AbortRequest) -> None:
+    def abort_request(self, recv_req: scheduler_types.AbortRequest) -> None:
         def named(req: Req) -> bool:
             return bool(recv_req.abort_all or req.rid.startswith(recv_req.rid))
 
@@ -253,7 +243,7 @@ class DecodeScheduler(Apart, OfflineScheduler):
                 coming.kv_receiver.abort()
         super().abort_request(recv_req)
 
-    def pause_generation(self, recv_req: PauseRequest) -> None:
+    def pause_generation(self, recv_req: scheduler_types.PauseRequest) -> None:
         super().pause_generation(recv_req)
         if recv_req.mode == "retract":
             waiting, self.waiting_queue = self.waiting_queue, []

@@ -1,8 +1,7 @@
 """Sends each request of a decode server to a prefill server as well.
 
 SGLang leaves that to a router in front of both. Here the decode server does it, for every
-message to its scheduler: also for each of several answers to a prompt, and for requests
-that belong to no job. :class:`PrefillServers` knows which prefill servers are up, and which
+message to its scheduler. :class:`PrefillServers` knows which prefill servers are up, and which
 gets a request.
 """
 
@@ -14,7 +13,7 @@ import logging
 import secrets
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,18 +29,8 @@ from ...fleet.plan_bytes import to_bytes
 from ...job.retrying_engine import PREFILL_LOST, TRANSIENT
 from ...request import RequestOutput
 from ...scheduling.job_plan import JobPlan
-from .prefill_calls import (
-    ALIVE,
-    CALL_PATH,
-    CLOSE,
-    JOBS_PATH,
-    OPEN,
-    PRIORITY,
-    SILENCE_S,
-    JobCall,
-    PrefillCall,
-    authorization,
-)
+from . import prefill_calls as calls
+from .prefill_calls import JobCall, PrefillCall
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +39,7 @@ logger = logging.getLogger(__name__)
 STICKY = 32
 # Seconds between two looks at a server that is down, and at one that is up.
 LOOK_S = 0.5
-ALIVE_S = SILENCE_S / 6
+ALIVE_S = calls.SILENCE_S / 6
 _ASK = aiohttp.ClientTimeout(total=10)
 # A prompt may wait and be computed for any time.
 _CALL = aiohttp.ClientTimeout(total=None, sock_connect=10)
@@ -63,9 +52,8 @@ GONE = (aiohttp.ClientError, TimeoutError, OSError)
 class PrefillServer:
     """One prefill server.
 
-    Attributes:
-        port: of its bootstrap server. None while it is down.
-        in_flight: requests that it has.
+    port: of its bootstrap server. None while it is down.
+    in_flight: requests that it has.
     """
 
     def __init__(self, url: str) -> None:
@@ -88,18 +76,15 @@ class PrefillServer:
 
 
 class PrefillServers:
-    """Watches the prefill servers, and gives them requests and the plans of open jobs.
+    """Watches the prefill servers, and gives them requests and the plans of open jobs, all on
+    the event loop of :meth:`start`.
 
-    All calls must come from one event loop, that of :meth:`start`.
-
-    Args:
-        key: sent with every call, if the servers need one. None takes it from
-            ``SGLANG_BATCH_API_KEY``.
+    key: sent with every call. None takes it from ``SGLANG_BATCH_API_KEY``.
     """
 
     def __init__(self, urls: Sequence[str], key: str | None = None) -> None:
         self.servers = [PrefillServer(url) for url in urls]
-        self._headers = authorization(key)
+        self._headers = calls.authorization(key)
         # Several decode servers may have jobs of the same name.
         self.name = uuid.uuid4().hex[:12]
         self._jobs: dict[str, JobCall] = {}
@@ -140,12 +125,8 @@ class PrefillServers:
         if not up:
             return None
         least = min(up, key=lambda server: server.in_flight)
-        current = self._current
-        if (
-            current is None
-            or not current.is_up
-            or current.in_flight > least.in_flight + STICKY
-        ):
+        current, most = self._current, least.in_flight + STICKY
+        if current is None or not current.is_up or current.in_flight > most:
             self._current = current = least
         return current
 
@@ -158,15 +139,9 @@ class PrefillServers:
         Raises:
             aiohttp.ClientError, TimeoutError, OSError: the server is gone.
         """
-        assert self._session is not None
         server.in_flight += 1
         try:
-            async with self._session.post(
-                server.url + CALL_PATH,
-                data=msgspec.msgpack.encode(call),
-                timeout=_CALL,
-                allow_redirects=False,
-            ) as answer:
+            async with self._post(server, calls.CALL_PATH, call, _CALL) as answer:
                 return answer.status, await _text(answer)
         except GONE as error:
             server.is_gone(repr(error))
@@ -178,19 +153,24 @@ class PrefillServers:
 
     async def open_job(self, job_id: str, plan: bytes) -> None:
         """Give all servers a job's plan, and later those that come back."""
-        call = JobCall(self.name, OPEN, self.name_of(job_id), plan)
+        call = JobCall(self.name, calls.OPEN, self.name_of(job_id), plan)
         self._jobs[job_id] = call
         await self._tell_all(call)
 
     async def set_priority(self, job_id: str, priority: int) -> None:
         self._priorities[job_id] = priority
-        call = JobCall(self.name, PRIORITY, self.name_of(job_id), priority=priority)
-        await self._tell_all(call)
+        await self._tell_all(self._priority_of(job_id))
+
+    def _priority_of(self, job_id: str) -> JobCall:
+        priority = self._priorities[job_id]
+        name = self.name_of(job_id)
+        return JobCall(self.name, calls.PRIORITY, name, priority=priority)
 
     async def close_job(self, job_id: str) -> None:
         self._priorities.pop(job_id, None)
         if self._jobs.pop(job_id, None) is not None:
-            await self._tell_all(JobCall(self.name, CLOSE, self.name_of(job_id)))
+            call = JobCall(self.name, calls.CLOSE, self.name_of(job_id))
+            await self._tell_all(call)
 
     def name_of(self, rid: str) -> str:
         """The id of a job or request on the prefill servers."""
@@ -202,20 +182,29 @@ class PrefillServers:
 
     async def _tell(self, server: PrefillServer, call: JobCall) -> bool:
         """Whether a server took it. Without a plan it takes requests as they come."""
-        assert self._session is not None
         try:
-            async with self._session.post(
-                server.url + JOBS_PATH,
-                data=msgspec.msgpack.encode(call),
-                timeout=_ASK,
-                allow_redirects=False,
-            ) as answer:
+            async with self._post(server, calls.JOBS_PATH, call, _ASK) as answer:
                 if answer.status == 200:
                     return True
                 logger.warning("%s refused a plan: %s", server.url, await _text(answer))
         except GONE as error:
             server.is_gone(repr(error))
         return False
+
+    def _post(
+        self,
+        server: PrefillServer,
+        path: str,
+        call: PrefillCall | JobCall,
+        timeout: aiohttp.ClientTimeout,
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        assert self._session is not None
+        return self._session.post(
+            server.url + path,
+            data=msgspec.msgpack.encode(call),
+            timeout=timeout,
+            allow_redirects=False,
+        )
 
     # Watching -------------------------------------------------------------------------
 
@@ -227,7 +216,7 @@ class PrefillServers:
                         async with asyncio.timeout(ALIVE_S):
                             await server.lost.wait()
                     if server.is_up:
-                        await self._tell(server, JobCall(self.name, ALIVE))
+                        await self._tell(server, JobCall(self.name, calls.ALIVE))
                 elif await self._look(server):
                     logger.info("The prefill server %s is up", server.url)
                 else:
@@ -243,9 +232,10 @@ class PrefillServers:
             async with self._session.get(
                 server.url + "/server_info", timeout=_ASK, allow_redirects=False
             ) as answer:
-                if answer.status != 200:
+                data = await content_of(answer, _MOST_BYTES)
+                if answer.status != 200 or data is None:
                     return False
-                info = json.loads(await _content(answer))
+                info = json.loads(data)
         except (*GONE, ValueError, RecursionError):
             return False
         if not isinstance(info, dict):
@@ -263,29 +253,14 @@ class PrefillServers:
         for job_id, call in list(self._jobs.items()):
             if not await self._tell(server, call):
                 break
-            priority = self._priorities.get(job_id, 0)
-            if priority:
-                told = JobCall(self.name, PRIORITY, call.job_id, priority=priority)
-                await self._tell(server, told)
+            if self._priorities.get(job_id):
+                await self._tell(server, self._priority_of(job_id))
         server.port = int(info["disaggregation_bootstrap_port"])
         self._some_up.set()
         return True
 
 
-async def _content(answer: aiohttp.ClientResponse) -> bytes:
-    """The body of an answer.
-
-    Raises:
-        ValueError: it is too large for a prefill server's.
-    """
-    data = await content_of(answer, _MOST_BYTES)
-    if data is None:
-        raise ValueError(f"an answer of more than {_MOST_BYTES} bytes")
-    return data
-
-
 async def _text(answer: aiohttp.ClientResponse) -> str:
-    """The beginning of the body of an answer, as text."""
     data = await content_of(answer, _MOST_BYTES) or b""
     return data[:_MOST_REASON].decode(errors="replace")
 
@@ -312,36 +287,17 @@ class Pairing:
         self._lines: dict[str, _Line] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self) -> None:
-        """Begin to watch the servers, in the running event loop."""
-        self.servers.start()
-
-    # Jobs -----------------------------------------------------------------------------
-
     async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
-        """Tell the prefill servers a job's plan.
-
-        With several decode replicas each has its own plan, and prompts are computed in
-        the order in which they come.
-        """
+        """Tell the prefill servers a job's plan, unless each of several decode replicas has
+        its own: then prompts are computed in the order in which they come."""
         if len(plans) == 1:
             data = await asyncio.to_thread(to_bytes, plans[0])
             await self.servers.open_job(job_id, data)
 
-    async def set_priority(self, job_id: str, priority: int) -> None:
-        await self.servers.set_priority(job_id, priority)
-
-    async def close_job(self, job_id: str) -> None:
-        await self.servers.close_job(job_id)
-
     async def execute(
         self, rid: str, run: Callable[[], Awaitable[RequestOutput]]
     ) -> RequestOutput:
-        """Run a request of a job once a prefill server is up.
-
-        Returns:
-            Its output, or the reason why the prefill server failed it.
-        """
+        """The output of a request once a prefill server is up, or why that one failed it."""
         await self.servers.wait_for_one()
         line = self._lines[rid] = _Line()
         output: RequestOutput | None = None
@@ -365,10 +321,12 @@ class Pairing:
         if line.failure is None:
             return output
         status, reason = line.failure
+        message, code = f"On the prefill server: {reason}", None
         if line.is_lost:
             message = f"The prefill server of this request is gone: {reason}"
-            return _error(503, rid, message, PREFILL_LOST)
-        return _error(status, rid, f"On the prefill server: {reason}", None)
+            status, code = 503, PREFILL_LOST
+        body = error_body(message, status_code=status, code=code)
+        return RequestOutput(status, rid, msgspec.json.encode(body))
 
     # Messages -------------------------------------------------------------------------
 
@@ -390,8 +348,7 @@ class Pairing:
         task = asyncio.ensure_future(self._send(server, call, message.rid))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        line = self._line_of(message.rid)
-        if line is not None:
+        if (line := self._line_of(message.rid)) is not None:
             line.calls.append(task)
 
     def _line_of(self, rid: str) -> _Line | None:
@@ -421,19 +378,14 @@ class Pairing:
         self._manager.abort_request(rid)
 
 
-def _error(status: int, rid: str, message: str, code: str | None) -> RequestOutput:
-    body = error_body(message, status_code=status, code=code)
-    return RequestOutput(status, rid, msgspec.json.encode(body))
-
-
 def pairing_of(manager: Any) -> Pairing | None:
     """The pairing of a tokenizer manager. None if it has no prefill servers."""
     urls = manager.server_args.offline_config.prefill_servers
     if not urls:
         return None
-    pairing: Pairing | None = vars(manager).get("offline_pairing")
-    if pairing is None:
-        pairing = vars(manager)["offline_pairing"] = Pairing(manager, urls)
+    if not hasattr(manager, "offline_pairing"):
+        manager.offline_pairing = Pairing(manager, urls)
+    pairing: Pairing = manager.offline_pairing
     return pairing
 
 
@@ -445,15 +397,13 @@ async def stop_pairing(manager: Any) -> None:
 
 
 def pair_message(manager: Any, message: Any) -> None:
-    """BEFORE hook on ``TokenizerManager._send_one_request``.
-
-    Here, because SGLang copies a message for each of several answers.
-    """
-    # SGLang's own requests, such as health checks, and those of a router have a room.
+    """BEFORE hook on ``TokenizerManager._send_one_request``, which gets a message for each of
+    several answers."""
     if not isinstance(message, TokenizedGenerateReqInput):
         return
+    # SGLang's own requests, such as health checks, and those of a router have a room.
     if message.bootstrap_room is None and (pairing := pairing_of(manager)) is not None:
-        pairing.start()
+        pairing.servers.start()
         pairing.pair(message)
 
 

@@ -47,8 +47,7 @@ _NOT_SENT = {
 def authorization(key: str | None = None) -> dict[str, str]:
     """The HTTP headers of calls to prefill servers that have keys.
 
-    Args:
-        key: None for that of ``SGLANG_BATCH_API_KEY``.
+    key: None for that of ``SGLANG_BATCH_API_KEY``.
     """
     key = os.environ.get("SGLANG_BATCH_API_KEY") if key is None else key
     return {"Authorization": f"Bearer {key}"} if key else {}
@@ -93,7 +92,10 @@ class PrefillCall(msgspec.Struct, frozen=True):
         params = message.sampling_params
         if (params.beam_width or 1) > 1:
             raise ValueError("Beam search does not work with prefill servers.")
-        if _wants_prompt_values(message):
+        wants_prompt = 0 <= message.logprob_start_len < len(message.input_ids)
+        if message.return_hidden_states or (
+            message.return_logprob and (wants_prompt or message.token_ids_logprob)
+        ):
             raise ValueError(
                 "Log probabilities of prompts or of chosen tokens, and hidden states, do "
                 "not work with prefill servers: SGLang does not send them with the KV."
@@ -118,41 +120,22 @@ class PrefillCall(msgspec.Struct, frozen=True):
     def again(cls, payload: Mapping[str, Any]) -> PrefillCall:
         """The call for a request that lost its KV, prompt and answer so far.
 
-        Args:
-            payload: SGLang's call for it, of ``Req.build_rebootstrap_payload``, and the
-                name of an adapter.
+        payload: that of ``Req.build_rebootstrap_payload``, and the name of an adapter.
         """
         names = ("extra_key", "cache_salt", "routing_key", "lora_path")
-        room = payload["bootstrap_room"]
-        return cls(
-            f"again.{room}",  # its own id may be that of a line of the job
-            payload["input_ids"],
-            payload["sampling_params"],
-            payload["bootstrap_host"],
-            payload["bootstrap_port"],
-            room,
-            {name: payload[name] for name in names if payload.get(name) is not None},
-        )
+        fields = {
+            name: payload[name] for name in names if payload.get(name) is not None
+        }
+        rid = f"again.{payload['bootstrap_room']}"  # its own may be that of a line
+        own = ("rid", "fields")
+        given = {n: payload[n] for n in cls.__struct_fields__ if n not in own}
+        return cls(rid=rid, fields=fields, **given)
 
     def request(self) -> GenerateReqInput:
         """SGLang's request, without an id."""
-        return GenerateReqInput(
-            input_ids=self.input_ids,
-            sampling_params=self.sampling_params,
-            bootstrap_host=self.bootstrap_host,
-            bootstrap_port=self.bootstrap_port,
-            bootstrap_room=self.bootstrap_room,
-            **self.fields,
-        )
-
-
-def _wants_prompt_values(message: Any) -> bool:
-    """Whether an answer has values that only the prefill server computes."""
-    wants_prompt = 0 <= message.logprob_start_len < len(message.input_ids)
-    return bool(
-        (message.return_logprob and (wants_prompt or message.token_ids_logprob))
-        or message.return_hidden_states
-    )
+        values = msgspec.structs.asdict(self)
+        del values["rid"]
+        return GenerateReqInput(**values.pop("fields"), **values)
 
 
 class JobCall(msgspec.Struct, frozen=True):

@@ -18,16 +18,8 @@ from ..calls.call_items import engine_of
 from ..engine.request_ids import set_rid
 from ..engine.responses import abort_reason
 from ..engine.sglang_engine import SGLangEngine
-from .prefill_calls import (
-    CALL_PATH,
-    CLOSE,
-    JOBS_PATH,
-    OPEN,
-    PRIORITY,
-    SILENCE_S,
-    JobCall,
-    PrefillCall,
-)
+from . import prefill_calls as calls
+from .prefill_calls import JobCall, PrefillCall
 
 T = TypeVar("T")
 
@@ -55,20 +47,20 @@ class DecodeServers:
         """
         self._heard[call.sender] = time.monotonic()
         jobs = self._jobs.setdefault(call.sender, set())
-        if call.action == OPEN:
+        if call.action == calls.OPEN:
             plan = await asyncio.to_thread(plan_of, call.plan)
             await engine.open_job(call.job_id, [plan])
             jobs.add(call.job_id)
-        elif call.action == PRIORITY and call.job_id in jobs:
+        elif call.action == calls.PRIORITY and call.job_id in jobs:
             await engine.set_priority(call.job_id, call.priority)
-        elif call.action == CLOSE and call.job_id in jobs:
+        elif call.action == calls.CLOSE and call.job_id in jobs:
             jobs.discard(call.job_id)
             await engine.close_job(call.job_id)
         await self._close_silent(engine)
 
     async def _close_silent(self, engine: SGLangEngine) -> None:
         for sender, heard in list(self._heard.items()):
-            if time.monotonic() - heard > SILENCE_S:
+            if time.monotonic() - heard > calls.SILENCE_S:
                 del self._heard[sender]
                 for job_id in self._jobs.pop(sender, ()):
                     await engine.close_job(job_id)
@@ -78,7 +70,7 @@ def _manager() -> Any:
     return http_server.get_global_state().tokenizer_manager
 
 
-@router.post(JOBS_PATH)
+@router.post(calls.JOBS_PATH)
 async def change_job(request: Request) -> Response:
     """Open, change or close a job of a decode server."""
     call = await _read(request, JobCall)
@@ -90,7 +82,7 @@ async def change_job(request: Request) -> Response:
     return Response()
 
 
-@router.post(CALL_PATH)
+@router.post(calls.CALL_PATH)
 async def compute_prompt(request: Request) -> Response:
     """Compute a prompt, and answer once its KV has been sent."""
     call = await _read(request, PrefillCall)

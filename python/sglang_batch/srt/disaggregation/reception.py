@@ -1,11 +1,10 @@
 """Where the KV of prompts goes that prefill servers compute, and who waits there.
 
 SGLang's queues of a decode server reserve a row and KV on the device for each request before
-its prompt is computed. Here that is a part of the pool of host memory that offloaded
-requests have, too, and a row and KV are for requests that run. A request waits on the host
-among those of its job and joins when the plan says so, like one that was offloaded. So
-prompts are computed ahead of the decodes, and the policies that batch requests by the length
-of their KV choose among all that are there.
+its prompt is computed. Here they reserve a part of the pool of host memory that offloaded
+requests have, too. A request waits there among those of its job and joins when the plan says
+so, like one that was offloaded. So prompts are computed ahead of the decodes, and policies that
+batch requests by the length of their KV choose among all that are there.
 """
 
 from __future__ import annotations
@@ -46,7 +45,8 @@ class Reception:
         self._kv_manager = kv_manager
         self._registry = jobs.registry
         self._page_size = jobs.page_size
-        self._online: dict[str, OffloadedRequest] = {}
+        # The KV of online requests that wait.
+        self.online: dict[str, OffloadedRequest] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -82,34 +82,22 @@ class Reception:
             self._registry.skip(known[0], known[1])
 
     def arrived(self, req: Req, num_tokens: int) -> bool:
-        """The KV of a request is on the host. It waits from now on.
-
-        Returns:
-            Whether it belongs to a job. If not, :meth:`take_online` gets it.
-        """
+        """The KV of a request is on the host, where it waits. Whether it is of a job."""
         runs = self._offloader.room.runs(req.rid)
         kv = self._offloader.received(req, num_tokens, runs)
         if self._registry.enqueue(req):
             self._kv_manager.received(kv)
             return True
-        self._online[req.rid] = kv
+        self.online[req.rid] = kv
         return False
-
-    def online_kv(self, req: Req) -> OffloadedRequest:
-        """The KV of an online request that waits."""
-        return self._online[req.rid]
-
-    def joined(self, req: Req) -> None:
-        """An online request runs."""
-        del self._online[req.rid]
 
     def drop_online(self, req: Req) -> None:
         """An online request that waits was aborted."""
-        self._offloader.drop(self._online.pop(req.rid))
+        self._offloader.drop(self.online.pop(req.rid))
 
     def give_up_online(self, req: Req) -> Req:
         """Drop an online request's KV, which is to be computed again."""
-        return self._offloader.give_up(self._online.pop(req.rid))
+        return self._offloader.give_up(self.online.pop(req.rid))
 
 
 class HostPreallocQueue(DecodePreallocQueue):  # type: ignore[misc]
@@ -131,7 +119,11 @@ class HostPreallocQueue(DecodePreallocQueue):  # type: ignore[misc]
         """
         self._resolve_pending_reqs()
         self._update_handshake_waiters()
-        failed = [each for each in self.queue if _is_aborted(each.req)]
+        failed = [
+            each
+            for each in self.queue
+            if isinstance(each.req.finished_reason, FINISH_ABORT)
+        ]
         for each in failed:
             self._answer_failed(each)
         reserved = self._reserve_in_order([e for e in self.queue if e not in failed])
@@ -159,9 +151,9 @@ class HostPreallocQueue(DecodePreallocQueue):  # type: ignore[misc]
                 jobs_wait = True  # online requests may still have room
                 continue
             each.host_staged = True
-            to_host = {"destination": KVTransferDestination.HOST}
-            if _is_fake_transfer(each.req):  # a health check, for which nothing comes
-                to_host = {}
+            # Nothing comes for a health check.
+            fake = _is_fake_transfer(each.req)
+            to_host = {} if fake else {"destination": KVTransferDestination.HOST}
             # The pages are pages already, each of one.
             self._send_kv_metadata(each, pages, 1, None, decode_prefix_len=0, **to_host)
             reserved.append(each)
@@ -215,7 +207,3 @@ class HostTransferQueue(DecodeTransferQueue):  # type: ignore[misc]
 
     def _release_request(self, decode_req: Any) -> None:
         self.scheduler.reception.release(decode_req.req)
-
-
-def _is_aborted(req: Req) -> bool:
-    return isinstance(req.finished_reason, FINISH_ABORT)

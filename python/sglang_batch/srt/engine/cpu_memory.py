@@ -10,11 +10,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from sglang.srt.arg_groups.overrides import (
-    declare_resolution,
-    model_config_of,
-    resolving_view,
-)
+from sglang.srt.arg_groups import overrides
 from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
 
 from ...errors import ConfigError
@@ -42,11 +38,11 @@ NOTE = "_offline_memory_note"
 
 def limit_cpu_memory(server_args: ServerArgs) -> None:
     """Choose the size of the KV cache on a CPU, unless the user chose one."""
-    view = resolving_view(server_args)
+    view = overrides.resolving_view(server_args)
     chosen = (view.max_total_tokens, server_args.mem_fraction_static)
     if view.device != "cpu" or any(value is not None for value in chosen):
         return
-    model = model_config_of(server_args)
+    model = overrides.model_config_of(server_args)
     kv_dtype = view.kv_cache_dtype
     if kv_dtype == "auto":
         kv_dtype = str(model.dtype).removeprefix("torch.")
@@ -61,22 +57,18 @@ def limit_cpu_memory(server_args: ServerArgs) -> None:
     values = default_limits(bytes_per_token, model.context_len, available)
     if view.max_running_requests is not None:
         values.pop("max_running_requests", None)
-    declare_resolution(server_args, "offline_batch", **values)
+    overrides.declare_resolution(server_args, "offline_batch", **values)
     tokens = values["max_total_tokens"]
+    refusing = ""
+    if tokens < model.context_len:
+        most = f"{model.context_len:,}"
+        refusing = f" (longer requests are refused, though the model takes {most})"
     note = (
         f"KV cache of {tokens:,} tokens ({tokens * bytes_per_token / 1e9:.1f} GB), the "
-        f"default on a CPU{_refusing(tokens, model.context_len)}; change it with "
-        "--max-total-tokens"
+        f"default on a CPU{refusing}; change it with --max-total-tokens"
     )
     setattr(server_args, NOTE, note)
     logger.info("%s.", note)
-
-
-def _refusing(tokens: int, context_len: int) -> str:
-    """For the note: the consequence of a KV cache smaller than the model's context."""
-    if tokens >= context_len:
-        return ""
-    return f" (longer requests are refused, though the model takes {context_len:,})"
 
 
 def default_limits(
@@ -86,7 +78,6 @@ def default_limits(
 
     Args:
         kv_bytes_per_token: in all layers.
-        context_len: most tokens of a request.
         available_bytes: memory that is free before the model is loaded.
 
     Returns:

@@ -1,7 +1,7 @@
 """Seconds of an engine's decode steps, from SGLang's own record of them.
 
-SGLang's scheduler can keep the seconds between the results of consecutive decode steps,
-by the number of rows. Its state, which it tells on demand, then has all of them.
+SGLang's scheduler can keep the seconds between the results of consecutive decode steps, by the
+number of rows, in the state that it tells on demand.
 """
 
 from __future__ import annotations
@@ -23,17 +23,11 @@ ARGUMENTS = ("--decode-log-interval=1",)
 
 
 class DecodeTimer:
-    """Runs batches on a connected engine that does nothing else.
-
-    All calls must come from the engine's event loop.
-
-    Attributes:
-        engine: the engine.
-    """
+    """Runs batches on a connected engine that does nothing else, on its event loop."""
 
     def __init__(self, engine: SGLangEngine) -> None:
         self.engine = engine
-        self._manager = engine._tokenizer_manager
+        self._manager = engine.manager
         self._num_batches = 0
 
     @property
@@ -62,9 +56,8 @@ class DecodeTimer:
         The first of them contains the time since the last step before.
 
         Args:
-            lengths: tokens of each row's prompt. Prompts are random, and no two begin
-                alike.
-            new_tokens: tokens that each row generates, whatever they are.
+            lengths: tokens of each row's prompt, which is random and begins as no other.
+            new_tokens: tokens that each row generates.
 
         Raises:
             EngineError: a request failed, or the engine keeps no times.

@@ -1,8 +1,7 @@
 """SGLang's own serving class and request class for each endpoint.
 
 Requests are rendered and answered by the classes that serve the endpoint online, so
-chat templates, tools, ``response_format``, ``n``, ``logprobs`` and sampling parameters
-behave in a batch as they do over HTTP.
+chat templates, tools, ``n`` and ``logprobs`` behave in a batch as they do over HTTP.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import dataclasses
 import pickle
 from collections.abc import Callable, Coroutine, Sequence
 from functools import cache, partial
+from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias
 
 from pydantic import BaseModel, TypeAdapter
@@ -28,18 +28,11 @@ from ..compat.server_types import (
     TokenizerManager,
 )
 from . import transcriptions
-from .checks.body_checks import (
-    MESSAGES_URL,
-    check_native,
-    check_parsed,
-    request_classes,
-    validated,
-    without_nulls,
-)
+from .checks import body_checks as bodies
 from .checks.value_checks import FieldError
 from .strict_serving import make_strict
 
-REQUEST_CLASSES = request_classes()
+REQUEST_CLASSES = bodies.request_classes()
 _NATIVE = (GENERATE_URL, SAMPLE_URL)
 
 ServingCoroutine: TypeAlias = Coroutine[Any, Any, object]
@@ -55,8 +48,8 @@ Converted: TypeAlias = tuple[EngineRequest, Any]
 class ServingEndpoints:
     """The endpoints of batches and ``/generate``, served by one engine.
 
-    SGLang's serving object for an endpoint is created with its first request: most
-    jobs use one endpoint, and not every model can serve all of them.
+    SGLang's serving object for an endpoint is created with its first request, since not
+    every model can serve all of them.
     """
 
     def __init__(
@@ -85,8 +78,7 @@ class ServingEndpoints:
         """SGLang's work on one request, as a coroutine that has not started.
 
         Args:
-            keep: called with the converted request where :meth:`continued` can continue
-                from it.
+            keep: called with the converted request, from which :meth:`continued` continues.
 
         Raises:
             ValueError: the endpoint does not accept the body.
@@ -94,15 +86,15 @@ class ServingEndpoints:
         """
         if url in _NATIVE:
             native = _native_request(body)
-            check_native(body)
+            bodies.check_native(body)
             keep((native, None))
             return self._generate(native)
         manager = self._managers[0]
         # SGLang's answers repeat the request's name of the model.
         if body.get("model") is None:
             body = {**body, "model": manager.served_model_name}
-        parsed = validated(REQUEST_CLASSES[url], body)
-        check_parsed(url, parsed, manager.server_args.tool_call_parser)
+        parsed = bodies.validated(REQUEST_CLASSES[url], body)
+        bodies.check_parsed(url, parsed, manager.server_args.tool_call_parser)
         serve = self._serve[url]
         if isinstance(serve, Exception):
             raise serve
@@ -127,6 +119,17 @@ def _native_requests() -> TypeAdapter[GenerateReqInput]:
     return TypeAdapter(GenerateReqInput)
 
 
+_SERVING = "sglang.srt.entrypoints.openai.serving"
+# SGLang's serving classes, but for those that depend on the model.
+_SERVING_CLASSES = {
+    "/v1/completions": ("completions", "OpenAIServingCompletion"),
+    "/v1/embeddings": ("embedding", "OpenAIServingEmbedding"),
+    "/v1/rerank": ("rerank", "OpenAIServingRerank"),
+    "/v1/classify": ("classify", "OpenAIServingClassify"),
+    "/v1/score": ("score", "OpenAIServingScore"),
+}
+
+
 def _native_request(body: JsonObject) -> GenerateReqInput:
     """A body of ``/generate``, with the types that it has online.
 
@@ -139,7 +142,7 @@ def _native_request(body: JsonObject) -> GenerateReqInput:
             raise FieldError(name[:100], "there is no such field", "unknown_parameter")
     if body.get("stream"):
         raise FieldError("stream", "the answers of a job are not streamed")
-    return _native_requests().validate_python(without_nulls(body))
+    return _native_requests().validate_python(bodies.without_nulls(body))
 
 
 def _serve_function(
@@ -147,7 +150,7 @@ def _serve_function(
 ) -> Serve:
     if url == "/v1/responses":
         return _responses(manager, templates)
-    if url == MESSAGES_URL:
+    if url == bodies.MESSAGES_URL:
         from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
 
         messages = make_strict(
@@ -155,8 +158,8 @@ def _serve_function(
         )
         return partial(messages.handle_messages, raw_request=None)
     if url == TRANSCRIPTIONS_URL:
-        handler = transcriptions.serving_class(manager)
-        return partial(_transcribe, make_strict(handler))
+        handler = make_strict(transcriptions.serving_class(manager))
+        return lambda body: _serve(handler, transcriptions.request_of(body))
     return partial(_serve, _handler(url, manager, templates))
 
 
@@ -168,8 +171,7 @@ def _responses(manager: TokenizerManager, templates: TemplateManager) -> Serve:
         OpenAIServingResponses(manager, templates, enable_prompt_tokens_details=True)
     )
     # A store would keep every answer of a batch in memory. Without it "store" has no
-    # effect, and "background" and "previous_response_id" are refused, as they are
-    # online without --enable-response-store.
+    # effect, and "background" and "previous_response_id" are refused, as online.
     handler.enable_response_store = False
     serve: Serve = handler.create_responses
     return serve
@@ -178,31 +180,14 @@ def _responses(manager: TokenizerManager, templates: TemplateManager) -> Serve:
 def _handler(
     url: str, manager: TokenizerManager, templates: TemplateManager
 ) -> ServingHandler:
-    from sglang.srt.entrypoints.openai.serving_classify import OpenAIServingClassify
-    from sglang.srt.entrypoints.openai.serving_completions import (
-        OpenAIServingCompletion,
-    )
-    from sglang.srt.entrypoints.openai.serving_embedding import OpenAIServingEmbedding
-    from sglang.srt.entrypoints.openai.serving_rerank import OpenAIServingRerank
-    from sglang.srt.entrypoints.openai.serving_score import OpenAIServingScore
-
-    if url == "/v1/score":
-        score: ServingHandler = OpenAIServingScore(manager)
-        return score
-    handler_class: Callable[..., ServingHandler] = {
-        "/v1/chat/completions": manager.serving_chat_class,
-        "/v1/completions": OpenAIServingCompletion,
-        "/v1/embeddings": OpenAIServingEmbedding,
-        "/v1/rerank": OpenAIServingRerank,
-        "/v1/classify": OpenAIServingClassify,
-    }[url]
-    handler: ServingHandler = make_strict(handler_class(manager, templates))
+    if url == "/v1/chat/completions":
+        kind = manager.serving_chat_class
+    else:
+        module, name = _SERVING_CLASSES[url]
+        kind = getattr(import_module(f"{_SERVING}_{module}"), name)
+    arguments = (manager,) if url == "/v1/score" else (manager, templates)
+    handler: ServingHandler = make_strict(kind(*arguments))
     return handler
-
-
-async def _transcribe(handler: ServingHandler, parsed: BaseModel) -> object:
-    assert isinstance(parsed, transcriptions.TranscriptionBody)
-    return await _serve(handler, transcriptions.request_of(parsed))
 
 
 async def _serve(
@@ -222,8 +207,7 @@ class StoredRequest(NamedTuple):
     """A rendered request on disk: from conversion on, without template and tokenizer.
 
     SGLang's serving classes convert a parsed body into an internal request, and format the
-    answer from both. Both are pickled, without the prompt's token ids and without fields
-    that have their defaults.
+    answer from both. Both are pickled, without fields that have their defaults.
 
     has_ids: whether its ``input_ids`` were the prompt's token ids, which are elsewhere.
     """
@@ -245,9 +229,8 @@ def store_request(
     """The bytes for :func:`load_request`, None for a request that cannot be pickled."""
     adapted, parsed = converted
     # Ids, and the class that makes ids for samples, are set when it is rendered again.
-    kind: Any = (
-        GenerateReqInput if isinstance(adapted, GenerateReqInput) else type(adapted)
-    )
+    generates = isinstance(adapted, GenerateReqInput)
+    kind: Any = GenerateReqInput if generates else type(adapted)
     defaults = _defaults(kind)
     fields = {
         name: value

@@ -1,34 +1,27 @@
 """SGLang in this process: its arguments, an engine without HTTP, and prompts without an engine.
 
 SGLang's serving classes render a request with the model configuration, tokenizer, chat
-template and server arguments of its tokenizer manager. A manager that has these and no
-channel to a scheduler is enough, and no weights are loaded.
+template and server arguments of its tokenizer manager. No channel to a scheduler is needed,
+and no weights are loaded.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import psutil  # type: ignore[import-untyped]
+from sglang.srt import runtime_context as context
 from sglang.srt.managers.io_struct import EmbeddingReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.parser.template_manager import TemplateManager
-from sglang.srt.runtime_context import (
-    get_model,
-    get_serving,
-    publish,
-    restore_context,
-    snapshot_context,
-)
 
 from ...errors import ConfigError, SGLangBatchError
 from ...request import BatchRequestInput, RequestOutput
@@ -53,18 +46,13 @@ def parse_server_args(argv: list[str]) -> OfflineArgs:
         argv = [*argv, "--log-level", "warning"]
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with redirect_stderr(said), _refusing("an option"):
             parsed: OfflineArgs = prepare_server_args([*argv, "--offline-batch"])
     except SystemExit as end:
         if not end.code:  # --help
             raise
         lines = said.getvalue().strip().splitlines() or [str(end.code)]
         raise ConfigError(lines[-1].rpartition("error: ")[2]) from None
-    except SGLangBatchError:
-        raise
-    except Exception as error:  # such as those of the file of --config
-        traceback.print_exc()
-        raise ConfigError(f"SGLang refuses an option: {_one_line(error)}") from None
     finally:
         sys.stderr.write(said.getvalue())
     return parsed
@@ -83,19 +71,21 @@ def resolve(server_args: OfflineArgs, on_death: Callable[..., None]) -> None:
     """
     server_args.custom_sigquit_handler = on_death
     server_args._offline_from_cli = False  # raise our errors
-    try:
+    with _refusing("the model or an option"):
         server_args.resolve_once()
+
+
+@contextmanager
+def _refusing(subject: str) -> Iterator[None]:
+    """Raise SGLang's exceptions, such as those of the file of --config, as ConfigError."""
+    try:
+        yield
     except SGLangBatchError:
         raise
     except Exception as error:
         traceback.print_exc()
-        raise ConfigError(
-            f"SGLang refuses the model or an option: {_one_line(error)}"
-        ) from None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"SGLang refuses {subject}: {reason}") from None
 
 
 def memory_note(server_args: OfflineArgs) -> str:
@@ -149,9 +139,7 @@ def kill_children() -> None:
 class RenderedRequest:
     """The sequences of one request.
 
-    prompts: token ids of each sequence that will be generated or embedded: one for
-        most requests, one per item for a list, and ``n`` for each of these if the
-        request has ``n``.
+    prompts: token ids of each sequence: one for each prompt, or ``n`` if it has ``n``.
     shareable_len: most tokens of a prompt that may come from the cache, or None for all.
     max_new_tokens: most tokens to generate for each prompt, 1 for embeddings.
     fixed_length: whether exactly ``max_new_tokens`` will be generated.
@@ -227,8 +215,7 @@ class Renderer:
         sampling = cast("JsonObject", adapted.sampling_params)  # of one request
         prompts = prompts * (sampling.get("n") or 1)
         asked = sampling.get("max_new_tokens")
-        # The scheduler's bound: one token of the context stays free, and one is the
-        # token that ends the answer.
+        # The scheduler's bound: one token stays free, and one ends the answer.
         free = [self.context_len - 2 - len(prompt) for prompt in prompts]
         lengths = [max(1, most if asked is None else min(asked, most)) for most in free]
         fixed = bool(sampling.get("ignore_eos")) and asked is not None
@@ -243,7 +230,7 @@ class _RenderingManager(TokenizerManager):  # type: ignore[misc]
     def __init__(self, server_args: OfflineArgs) -> None:
         # No super().__init__(), which opens the channels to an engine's processes.
         self.server_args = server_args
-        self.allow_auto_truncate = get_serving().allow_auto_truncate
+        self.allow_auto_truncate = context.get_serving().allow_auto_truncate
         self.init_model_config()
         self.init_tokenizer_and_processor()
 
@@ -255,17 +242,18 @@ def renderer(server_args: OfflineArgs) -> Iterator[Renderer]:
     Raises:
         ConfigError: the model's configuration or tokenizer cannot be loaded.
     """
-    before = snapshot_context()
+    before = context.snapshot_context()
     try:
         try:
-            publish(server_args, role="tokenizer")
+            context.publish(server_args, role="tokenizer")
             manager = _RenderingManager(server_args)
             templates = TemplateManager()
+            serving = context.get_serving()
             templates.initialize_templates(
                 manager,
-                model_path=get_model().model_path,
-                chat_template=get_serving().chat_template,
-                completion_template=get_serving().completion_template,
+                model_path=context.get_model().model_path,
+                chat_template=serving.chat_template,
+                completion_template=serving.completion_template,
             )
             made = Renderer(manager, templates)
         except (OSError, ValueError, RuntimeError) as error:
@@ -274,4 +262,4 @@ def renderer(server_args: OfflineArgs) -> Iterator[Renderer]:
             ) from error
         yield made
     finally:
-        restore_context(before)
+        context.restore_context(before)

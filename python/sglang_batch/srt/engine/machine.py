@@ -14,48 +14,25 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from ...errors import ConfigError, StoreWriteError
+from ...planner import machine_model
+from ...planner.costs import hardware as devices
 from ...planner.costs.cost_model import CostModel
-from ...planner.costs.hardware import (
-    HardwareSpec,
-    Parallelism,
-    hardware,
-    match_hardware,
-)
+from ...planner.costs.hardware import HardwareSpec, Parallelism
 from ...planner.costs.model_spec import TYPICAL_MODEL, ModelSpec
 from ...planner.costs.step_costs import StepSample, step_costs
 from ...planner.costs.step_law import StepLaw, fit_step_law, samples_array
 from ...planner.costs.weights import UnknownQuantisation
-from ...planner.machine_model import (
-    NO_POOL,
-    EngineLimits,
-    Machine,
-    PoolShares,
-    min_step_tokens,
-)
-from ...planner.requests import Floats
+from ...planner.machine_model import Machine
 from ...scheduling.step_record import KeptSamples
-from ...store.measured_costs import (
-    UNMEASURED,
-    RowShareKey,
-    TimedSteps,
-    TimedStepsKey,
-    keep_steps,
-    kept_row_share,
-    kept_steps,
-    newest_steps,
-)
+from ...store import measured_costs as measured
+from ...store.measured_costs import RowShareKey, TimedSteps, TimedStepsKey
 from ..compat.job_control import StepsQuery, StepsQueryOutput, channel_of
-from ..compat.server_types import (
-    HfConfig,
-    SchedulerState,
-    ServerArgs,
-    TokenizerManager,
-)
+from ..compat.server_types import OfflineArgs, SchedulerState, TokenizerManager
 from ..compat.support import ATTENTION_BACKEND, STATE_KEY
 
 logger = logging.getLogger(__name__)
@@ -67,71 +44,62 @@ NO_OVERLAP = 1.0
 TYPICAL_DEVICE = "h100"
 
 
-def machine_of(tokenizer_manager: TokenizerManager, state: SchedulerState) -> Machine:
+def machine_of(manager: TokenizerManager, state: SchedulerState) -> Machine:
     """The costs and limits of an engine, for planning.
 
-    Args:
-        state: the internal state of one scheduler. All DP ranks have the same KV
-            capacity and the same attention.
+    state: of any scheduler. All DP ranks have the same KV capacity and attention.
     """
     ours = state[STATE_KEY]
-    cost = datasheet_cost(tokenizer_manager, state)
-    if tokenizer_manager.server_args.offline_config.learn_costs:
-        cost = timed_cost(cost, engine_key(tokenizer_manager, state))
+    cost = datasheet_cost(manager, state)
+    if manager.server_args.offline_config.learn_costs:
+        cost = timed_cost(cost, engine_key(manager, state))
     # From the scheduler: SGLang has filled in the arguments that the user left out.
     step_tokens = int(ours["step_tokens"])
     second: Any = ours.get("second_pool")
-    return Machine(
-        cost,
-        EngineLimits(
-            kv_capacity_tokens=int(state["memory_usage"]["token_capacity"]),
-            step_tokens=step_tokens,
-            min_step_tokens=min_step_tokens(step_tokens),
-            page_size=int(ours["page_size"]),
-            max_running=int(state["effective_max_running_requests_per_dp"]),
-            # The simulator's SGLang steps are those that mix decodes and prompts.
-            as_sglang=bool(ours["mixed_chunk"]),
-            prefetches=bool(ours.get("prefetches")),
-            overlapped=bool(ours.get("overlapped", True)),
-            second_pool=PoolShares(*second) if second else NO_POOL,
-        ),
+    pool = machine_model.PoolShares(*second) if second else machine_model.NO_POOL
+    limits = machine_model.EngineLimits(
+        kv_capacity_tokens=int(state["memory_usage"]["token_capacity"]),
+        step_tokens=step_tokens,
+        min_step_tokens=machine_model.min_step_tokens(step_tokens),
+        page_size=int(ours["page_size"]),
+        max_running=int(state["effective_max_running_requests_per_dp"]),
+        # The simulator's SGLang steps are those that mix decodes and prompts.
+        as_sglang=bool(ours["mixed_chunk"]),
+        prefetches=bool(ours.get("prefetches")),
+        overlapped=bool(ours.get("overlapped", True)),
+        second_pool=pool,
     )
+    return Machine(cost, limits)
 
 
-def datasheet_cost(
-    tokenizer_manager: TokenizerManager, state: SchedulerState
-) -> CostModel:
+def datasheet_cost(manager: TokenizerManager, state: SchedulerState) -> CostModel:
     """The costs of an engine by the datasheet of its device."""
-    spec = _spec(tokenizer_manager, state)
+    spec, spread = _spec(manager, state), parallelism(manager, state)
     ours = state[STATE_KEY]
     cost = step_costs(
         spec,
         device(),
-        parallelism(tokenizer_manager, state),
+        spread,
         shared_kv_read_once=bool(ours.get("shares_prefixes")),
         interference_exponent=NO_OVERLAP,
     )
-    row_share = measured_row_share(row_share_key(tokenizer_manager, state, spec))
+    row_share = measured_row_share(row_share_key(manager, state, spec))
     # From the trial at start, on a GPU.
-    split_exponent: Any = ours.get("split_exponent", NO_OVERLAP)
-    return replace(
-        cost, row_share=float(row_share), split_exponent=float(split_exponent)
-    )
+    exponent: Any = ours.get("split_exponent", NO_OVERLAP)
+    return replace(cost, row_share=float(row_share), split_exponent=float(exponent))
 
 
-def _spec(tokenizer_manager: TokenizerManager, state: SchedulerState) -> ModelSpec:
+def _spec(manager: TokenizerManager, state: SchedulerState) -> ModelSpec:
     return model_spec(
-        tokenizer_manager.model_config.hf_config,
-        kv_dtype=_kv_dtype(tokenizer_manager, state),
-        quantization=tokenizer_manager.server_args.quantization,
+        manager.model_config.hf_config,
+        kv_dtype=_kv_dtype(manager, state),
+        quantization=manager.server_args.quantization,
     )
 
 
-def parallelism(
-    tokenizer_manager: TokenizerManager, state: SchedulerState
-) -> Parallelism:
+def parallelism(manager: TokenizerManager, state: SchedulerState) -> Parallelism:
     """How one replica of an engine is spread."""
-    server_args = tokenizer_manager.server_args
+    server_args = manager.server_args
     return Parallelism(
         tp=server_args.tp_size,
         pp=server_args.pp_size,
@@ -140,38 +108,31 @@ def parallelism(
     )
 
 
-def engine_key(
-    tokenizer_manager: TokenizerManager, state: SchedulerState
-) -> TimedStepsKey:
+def engine_key(manager: TokenizerManager, state: SchedulerState) -> TimedStepsKey:
     """The key of the timed steps of this engine."""
-    return timed_steps_key(
-        device_name(),
-        state,
-        _spec(tokenizer_manager, state),
-        parallelism(tokenizer_manager, state),
-    )
+    spec, spread = _spec(manager, state), parallelism(manager, state)
+    return timed_steps_key(device_name(), state, spec, spread)
 
 
 def row_share_key(
-    tokenizer_manager: TokenizerManager, state: SchedulerState, spec: ModelSpec
+    manager: TokenizerManager, state: SchedulerState, spec: ModelSpec
 ) -> RowShareKey:
     """The key of a measured row_share of this engine."""
-    model = tokenizer_manager.model_config
-    backend = state.get("decode_attention_backend") or state.get("attention_backend")
+    model = manager.model_config
     return RowShareKey(
         device=device_name() or "cpu",
-        attention_backend=backend or "unknown",
+        attention_backend=_attention_backend(state),
         kv_heads=spec.kv_shards,
         head_dim=getattr(model, "head_dim", None),
-        dtype=_kv_dtype(tokenizer_manager, state),
+        dtype=_kv_dtype(manager, state),
         page_size=int(state[STATE_KEY]["page_size"]),
-        tp=tokenizer_manager.server_args.tp_size,
+        tp=manager.server_args.tp_size,
     )
 
 
 def measured_row_share(key: RowShareKey) -> float:
     """The row_share that ``sglang-batch calibrate`` kept for this engine, or 0."""
-    kept = kept_row_share(key)
+    kept = measured.kept_row_share(key)
     if kept is None:
         _say_unmeasured()
         return 0.0
@@ -181,34 +142,34 @@ def measured_row_share(key: RowShareKey) -> float:
 
 @cache  # once in a process
 def _say_unmeasured() -> None:
-    logger.info(UNMEASURED)
+    logger.info(measured.UNMEASURED)
 
 
-def decodes_share(server_args: ServerArgs) -> bool:
+def decodes_share(server_args: OfflineArgs) -> bool:
     """Whether the arguments name the backend that reads shared prefixes once."""
     chosen = server_args.decode_attention_backend or server_args.attention_backend
     return chosen == ATTENTION_BACKEND
 
 
-def _kv_dtype(tokenizer_manager: TokenizerManager, state: SchedulerState) -> str:
-    """The dtype of KV, "auto" if it is not known."""
+def _attention_backend(state: SchedulerState) -> str:
+    backend = state.get("decode_attention_backend") or state.get("attention_backend")
+    return backend or "unknown"
+
+
+def _kv_dtype(manager: TokenizerManager, state: SchedulerState) -> str:
     dtype = str(state.get("kv_cache_dtype") or "auto")
     if dtype == "auto":
-        dtype = str(getattr(tokenizer_manager.model_config, "dtype", dtype))
+        dtype = str(getattr(manager.model_config, "dtype", dtype))
     return dtype.removeprefix("torch.")
 
 
 def model_spec(
-    hf_config: HfConfig,
+    hf_config: Any,
     *,
     kv_dtype: str | None = None,
     quantization: str | None = None,
 ) -> ModelSpec:
-    """The model's size, or a typical one where it cannot be counted.
-
-    Args:
-        kv_dtype, quantization: as of :meth:`ModelSpec.from_hf_config`.
-    """
+    """The model's size by :meth:`ModelSpec.from_hf_config`, or a typical one."""
     config = hf_config.to_dict()
     try:
         return counted_model(config, kv_dtype=kv_dtype, quantization=quantization)
@@ -244,11 +205,11 @@ def device() -> HardwareSpec:
     """The device that this process sees."""
     name = device_name()
     if name is None:
-        return hardware("cpu")
-    found = match_hardware(name)
+        return devices.hardware("cpu")
+    found = devices.match_hardware(name)
     if found is None:
         logger.warning("Unknown device %s: planning as for %s.", name, TYPICAL_DEVICE)
-        return hardware(TYPICAL_DEVICE)
+        return devices.hardware(TYPICAL_DEVICE)
     return found
 
 
@@ -260,14 +221,12 @@ def timed_steps_key(
 ) -> TimedStepsKey:
     """The key under which timed steps of an engine are kept.
 
-    Args:
-        device: the driver's name, None for a CPU.
+    device: the driver's name, None for a CPU.
     """
-    backend = state.get("decode_attention_backend") or state.get("attention_backend")
     return TimedStepsKey(
         device=_timed_device(device),
         model=_digest(spec),
-        attention_backend=backend or "unknown",
+        attention_backend=_attention_backend(state),
         parallelism=_spread(parallel),
         mixed=bool(state[STATE_KEY]["mixed_chunk"]),
     )
@@ -292,16 +251,17 @@ def planned_law(
 
     For plans that start no engine. None if none has timed its steps.
     """
-    kept = newest_steps(_timed_device(device), _digest(spec), _spread(parallel))
+    named = _timed_device(device), _digest(spec), _spread(parallel)
+    kept = measured.newest_steps(*named)
     if kept is None:
         return None
-    law = fit_step_law(_samples(kept), cost)
+    law = fit_step_law(samples_array(_samples(kept)), cost)
     return None if law is None else (law, kept.key.mixed)
 
 
-def _samples(kept: TimedSteps) -> Floats:
-    samples = [StepSample(*each) for each in kept.samples if len(each) == _WIDTH]
-    return samples_array(samples)
+def _samples(kept: TimedSteps | None) -> list[StepSample]:
+    found = kept.samples if kept is not None else []
+    return [StepSample(*each) for each in found if len(each) == _WIDTH]
 
 
 def timed_cost(cost: CostModel, key: TimedStepsKey) -> CostModel:
@@ -318,35 +278,24 @@ def timed_cost(cost: CostModel, key: TimedStepsKey) -> CostModel:
 
 
 def kept_law(cost: CostModel, key: TimedStepsKey) -> StepLaw | None:
-    """The law of the steps that were kept for this engine. None if they are too few.
-
-    Args:
-        cost: of the engine by its datasheet.
-    """
-    kept = kept_steps(key)
-    if kept is None:
-        return None
-    return fit_step_law(_samples(kept), cost)
+    """The law of the steps that were kept for an engine of this cost by its datasheet. None
+    if they are too few."""
+    kept = measured.kept_steps(key)
+    return None if kept is None else fit_step_law(samples_array(_samples(kept)), cost)
 
 
 async def keep_timed_steps(manager: TokenizerManager, key: TimedStepsKey) -> int:
     """Ask the first scheduler for its steps and keep them, with earlier ones.
 
     Returns:
-        Steps that are kept in all. 0 if the scheduler has timed none, or the file cannot be
+        Steps that are kept in all. 0 if there are no new ones, or the file cannot be
         written, which is logged.
     """
-    channel = channel_of(manager, StepsQueryOutput)
-    answers = cast(list[StepsQueryOutput], await channel(StepsQuery()))
+    answers: Any = await channel_of(manager, StepsQueryOutput)(StepsQuery())
     found = next((answer.samples for answer in answers if answer.samples), [])
     if not found:
         return 0
-    before = kept_steps(key)
-    known = KeptSamples(
-        StepSample(*each)
-        for each in (before.samples if before is not None else [])
-        if len(each) == _WIDTH
-    )
+    known = KeptSamples(_samples(measured.kept_steps(key)))
     for begin in range(0, len(found), _WIDTH):
         known.add(StepSample(*found[begin : begin + _WIDTH]))
     entry = TimedSteps(
@@ -355,7 +304,7 @@ async def keep_timed_steps(manager: TokenizerManager, key: TimedStepsKey) -> int
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     try:
-        keep_steps(entry)
+        measured.keep_steps(entry)
     except StoreWriteError as error:
         logger.warning("Timed steps are not kept: %s", error)
         return 0
@@ -365,11 +314,8 @@ async def keep_timed_steps(manager: TokenizerManager, key: TimedStepsKey) -> int
 class LearntMachine:
     """Costs and limits of an engine, and how they change with the steps that it times.
 
-    Args:
-        state: the internal state of the engine's first scheduler.
-
-    Attributes:
-        machine: for the next plan.
+    state: of the engine's first scheduler.
+    machine: for the next plan.
     """
 
     def __init__(self, manager: TokenizerManager, state: SchedulerState) -> None:
@@ -380,8 +326,8 @@ class LearntMachine:
 
     @contextmanager
     def by_datasheet(self) -> Iterator[None]:
-        """Plan with the datasheet's costs, by which prompts and decodes are always mixed, and
-        learn nothing meanwhile."""
+        """Plan with the datasheet's costs, which always mix prompts and decodes, and learn
+        nothing meanwhile."""
         learns, self._learns = self._learns, False
         cost = datasheet_cost(self._manager, self._state)
         self.machine = replace(self.machine, cost=cost)

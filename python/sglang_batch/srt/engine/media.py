@@ -1,8 +1,8 @@
 """Media of lines, read from the places that ``media_sources`` names.
 
 Whoever may send lines would otherwise have the server fetch any URL of its network, and read
-any file. SGLang's loaders get ``data:`` URLs only. Theirs would resolve the host of a URL anew,
-follow redirects to any host, and open whatever a path leads to.
+any file. SGLang's loaders get ``data:`` URLs only. They would follow redirects to any host, and
+open whatever a path leads to.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import socket
 import stat
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cache
 from pathlib import Path
@@ -26,6 +26,7 @@ import httpx
 import pybase64
 
 from ...batch_api.media_places import PORTS, Place, parse_place, parse_sources
+from ...planner.requests import END_OF_PLACEHOLDERS, FIRST_PLACEHOLDER
 from ..compat.server_types import TokenizerManager
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -39,6 +40,12 @@ LINE = 4
 MOST_REDIRECTS = 5
 MOST_AT_A_TIME = 8
 _CHUNK = 1 << 20
+_HEADERS = {
+    "Accept": "*/*",
+    "Accept-Encoding": "identity",
+    "User-Agent": "sglang-batch",
+    "Connection": "close",
+}
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
@@ -53,9 +60,8 @@ def media_reader(manager: TokenizerManager) -> MediaReader:
 class MediaReader:
     """Reads the media of one line, within bounds for all of them.
 
-    Args:
-        allowed: ``media_sources``.
-        most_bytes: of one place. 0 is any number.
+    allowed: ``media_sources``.
+    most_bytes: of one place. 0 is any number.
     """
 
     def __init__(self, allowed: Sequence[str], most_bytes: int) -> None:
@@ -85,13 +91,9 @@ class MediaReader:
                 setattr(request, name, with_places(value, urls.__getitem__))
 
     async def data_url(self, source: str, kind: str) -> str:
-        """A place as a ``data:`` URL whose content SGLang may decode.
+        """A place as a ``data:`` URL whose content SGLang may decode. Errors as of :meth:`read`.
 
-        Args:
-            kind: ``image``, ``video`` or ``audio``.
-
-        Raises:
-            ValueError: it may not be read, cannot be, or has too much.
+        kind: ``image``, ``video`` or ``audio``.
         """
         async with self._room:
             if source.startswith("data:"):
@@ -117,12 +119,10 @@ class MediaReader:
             # As SGLang's own loaders.
             async with asyncio.timeout(float(os.getenv("REQUEST_TIMEOUT", "10"))):
                 return await self._fetched(source, place)
-        except TimeoutError:
+        except (TimeoutError, httpcore.TimeoutException):
             reason = "it takes too long"
         except (OSError, httpcore.NetworkError, httpcore.ProtocolError) as error:
             reason = type(error).__name__
-        except httpcore.TimeoutException:
-            reason = "it takes too long"
         except ValueError as error:
             reason = str(error)
         raise ValueError(f"{source[:100]!r} cannot be read: {reason}.")
@@ -175,27 +175,18 @@ class MediaReader:
         """The content at a URL, or where it redirects to."""
         host = f"[{place.host}]" if ":" in place.host else place.host
         shown = host if place.port == PORTS[place.scheme] else f"{host}:{place.port}"
-        backend = _Pinned(place, self._allowed)
+        url = httpcore.URL(
+            scheme=place.scheme, host=place.host, port=place.port, target=place.target
+        )
         async with (
             httpcore.AsyncConnectionPool(
                 ssl_context=_certificates() if place.scheme == "https" else None,
-                network_backend=backend,
+                network_backend=_Pinned(place, self._allowed),
             ) as pool,
             pool.stream(
                 "GET",
-                httpcore.URL(
-                    scheme=place.scheme,
-                    host=place.host,
-                    port=place.port,
-                    target=place.target,
-                ),
-                headers={
-                    "Host": shown,
-                    "Accept": "*/*",
-                    "Accept-Encoding": "identity",
-                    "User-Agent": "sglang-batch",
-                    "Connection": "close",
-                },
+                url,
+                headers={"Host": shown, **_HEADERS},
             ) as answer,
         ):
             headers = {name.lower(): value for name, value in answer.headers}
@@ -223,11 +214,7 @@ class MediaReader:
 
     def _check(self, content: bytes, kind: str) -> None:
         """Check the memory that the content would take when it is decoded."""
-        if kind == "image":
-            width, height = _image_size(content)
-        elif kind == "video":
-            width, height = _frame_size(content)
-        else:
+        if kind == "audio":
             samples = _num_samples(content)
             self._samples += samples
             if samples > MOST_SAMPLES or self._samples > LINE * MOST_SAMPLES:
@@ -235,9 +222,10 @@ class MediaReader:
                     f"it has {samples:,} samples, of {MOST_SAMPLES:,} at most"
                 )
             return
-        pixels = width * height
-        self._pixels += pixels
-        if pixels > MOST_PIXELS:
+        size_of = _image_size if kind == "image" else _frame_size
+        width, height = size_of(content)
+        self._pixels += width * height
+        if width * height > MOST_PIXELS:
             raise ValueError(
                 f"it has {width} x {height} pixels, of {MOST_PIXELS:,} at most"
             )
@@ -256,20 +244,13 @@ class _Pinned(httpcore.AsyncNetworkBackend):
         self._backend = httpcore.AnyIOBackend()
 
     async def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+        self, host: str, port: int, *args: Any, **kwargs: Any
     ) -> httpcore.AsyncNetworkStream:
         found = await asyncio.to_thread(
             socket.getaddrinfo, host, port, type=socket.SOCK_STREAM
         )
         addresses = [ipaddress.ip_address(str(each[4][0])) for each in found]
-        good = [
-            each for each in addresses if may_connect(self._place, each, self._allowed)
-        ]
+        good = [a for a in addresses if may_connect(self._place, a, self._allowed)]
         if not good:
             raise ValueError(
                 "its host is at a private address, which media_sources does not name"
@@ -278,7 +259,7 @@ class _Pinned(httpcore.AsyncNetworkBackend):
         for address in dict.fromkeys(good):
             try:
                 return await self._backend.connect_tcp(
-                    str(address), port, timeout, local_address, socket_options
+                    str(address), port, *args, **kwargs
                 )
             except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
                 failure = error
@@ -288,8 +269,8 @@ class _Pinned(httpcore.AsyncNetworkBackend):
 def may_connect(place: Place, address: Address, allowed: Sequence[str]) -> bool:
     """Whether a place that is allowed may be read at an address of its host.
 
-    Private, loopback, link-local and reserved addresses are for hosts that are written
-    as this address, for ``localhost``, and for networks of ``media_sources``.
+    Addresses that are not global are for hosts that are written as this address, for
+    ``localhost``, and for networks of ``media_sources``.
     """
     inner = _inner(address)
     if str(address) == place.host:
@@ -323,7 +304,6 @@ def _certificates() -> Any:
 
 
 def _content_of(url: str) -> bytes:
-    """The content of a ``data:`` URL, as SGLang decodes it."""
     try:
         return pybase64.b64decode(url.partition(",")[2], validate=True)
     except ValueError as error:
@@ -370,22 +350,12 @@ KINDS = {"image_data": "image", "video_data": "video", "audio_data": "audio"}
 
 
 def check_sources(request: Any, allowed: Sequence[str]) -> None:
-    """Refuse media that are neither in the line itself nor from an allowed place.
-
-    Args:
-        request: SGLang's request.
-        allowed: ``media_sources``.
+    """Refuse media that are neither in SGLang's request itself nor from an allowed place.
 
     Raises:
         ValueError: names the place.
     """
-    for name in KINDS:
-        check_places(getattr(request, name, None), allowed)
-
-
-def check_places(value: Any, allowed: Sequence[str]) -> None:
-    """:func:`check_sources` for one place, or several, however they are nested."""
-    for source in places_in(value):
+    for source in places_in([getattr(request, name, None) for name in KINDS]):
         if not (source.startswith("data:") or _is_below(source, allowed)):
             raise not_allowed(source)
 
@@ -399,7 +369,6 @@ def not_allowed(source: str) -> ValueError:
 
 
 def _is_below(source: str, allowed: Sequence[str]) -> bool:
-    """Whether a place is one that is allowed, or in one."""
     try:
         place = parse_place(source)
     except ValueError:
@@ -407,17 +376,16 @@ def _is_below(source: str, allowed: Sequence[str]) -> bool:
     return any(map(place.is_below, parse_sources(tuple(allowed))[0]))
 
 
-def places_in(value: Any) -> Iterator[str]:
+def places_in(value: Any) -> list[str]:
     """All places in the value of a field, however it is nested."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from places_in(each)
-    elif isinstance(value, dict):
-        yield from places_in(list(value.values()))
-    elif isinstance(getattr(value, "url", None), str):
-        yield value.url
+    found: list[str] = []
+
+    def noted(place: str) -> str:
+        found.append(place)
+        return place
+
+    with_places(value, noted)
+    return found
 
 
 def with_places(value: Any, change: Callable[[str], str]) -> Any:
@@ -433,3 +401,47 @@ def with_places(value: Any, change: Callable[[str], str]) -> Any:
         own.url = change(value.url)
         return own
     return value
+
+
+# The plan need not have SGLang's placeholders for images: only equal ones for equal images.
+_MANY = END_OF_PLACEHOLDERS - FIRST_PLACEHOLDER
+
+
+async def media_token_ids(manager: TokenizerManager, request: Any) -> list[int]:
+    """The tokens of the prompt of SGLang's request, whose media are loaded and processed
+    for it. Only their placeholders are kept.
+
+    Raises:
+        Exception: one that cannot be loaded.
+    """
+    own = copy(request)
+    for name in KINDS:
+        value = getattr(own, name, None)
+        if value is not None:
+            setattr(own, name, list(value) if isinstance(value, list) else [value])
+    processed = await manager.mm_processor.process_mm_data_async(
+        image_data=own.image_data,
+        audio_data=own.audio_data,
+        input_text=own.text or own.input_ids or "",
+        request_obj=own,
+        max_req_input_len=manager.max_req_input_len,
+    )
+    ids = processed.input_ids
+    ids = list(ids) if isinstance(ids, list) else ids.flatten().tolist()
+    for item in processed.mm_items:
+        item.set_pad_value()
+        for begin, end in item.offsets or ():
+            token = FIRST_PLACEHOLDER + int(item.hash) % _MANY
+            ids[begin : end + 1] = [token] * (end + 1 - begin)
+    return ids
+
+
+def num_placeholders(req: Any, begin: int, end: int) -> int:
+    """Placeholders among the tokens from ``begin`` up to ``end`` of SGLang's request."""
+    if req.multimodal_inputs is None:
+        return 0
+    return sum(
+        max(0, min(last + 1, end) - max(first, begin))
+        for item in req.multimodal_inputs.mm_items
+        for first, last in item.offsets or ()
+    )

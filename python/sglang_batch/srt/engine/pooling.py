@@ -1,22 +1,17 @@
 """Serves sentence-transformers encoders with the pooling they were trained for.
 
-SGLang pools every BERT-style encoder at its first token. A sentence-transformers
-checkpoint declares in ``modules.json`` and ``1_Pooling/config.json`` how its tokens
-become one vector, and SGLang reads neither. It also leaves prefix reuse and chunked
-prefill on for these models. Both are wrong for bidirectional attention: the states of a
-reused or cut prefix were computed without the rest of the text.
+SGLang pools every BERT-style encoder at its first token, and does not read how a
+sentence-transformers checkpoint declares it in ``modules.json`` and ``1_Pooling/config.json``.
+It also leaves prefix reuse and chunked prefill on for these models. Both are wrong for
+bidirectional attention: the states of a reused or cut prefix lack the rest of the text.
 
-Two hooks correct this, and neither affects any other model:
-
-* on ``ModelConfig.from_server_args``: an encoder-only model is declared unfit for prefix reuse and
-  chunked prefill, with the fields that SGLang has for this, and its pooling becomes the
-  checkpoint's. SGLang's own argument resolution does the rest.
-* on ``ModelRunner.load_model``: a model declared to pool by the mean gets a
-  :class:`MeanPooler`.
+Two hooks correct this, and neither affects any other model. On ``ModelConfig.from_server_args``
+an encoder-only model is declared unfit for prefix reuse and chunked prefill, with the fields
+that SGLang has for this, and its pooling becomes the checkpoint's. On ``ModelRunner.load_model``
+a model declared to pool by the mean gets a :class:`MeanPooler`.
 
 SGLang's own mean takes differences of one running sum over the whole batch, in the
-model's dtype, and in half precision rounding errors dominate it. :func:`segment_mean`
-sums each sequence separately in float32.
+model's dtype, where rounding errors may dominate it.
 """
 
 from __future__ import annotations
@@ -27,23 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.configs.embedding_model_spec import (
-    EmbeddingExecution,
-    EmbeddingModelSpec,
-    PoolingStrategy,
-)
+from sglang.srt.configs import embedding_model_spec as specs
 from sglang.srt.layers.pooler import EmbeddingPoolerOutput, Pooler, PoolingType
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch.nn.functional import normalize
 
 from ...dense.pooling import CheckpointFiles, modes_of
 from ...errors import ConfigError
-from ..compat.offline_hooks import (
-    LOAD_MODEL_HOOK,
-    MODEL_CONFIG_HOOK,
-    first,
-    register_offline,
-)
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -61,10 +45,10 @@ _KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}
 def sentence_transformers_pooling(
     model_path: str | Path, revision: str | None = None
 ) -> str | None:
-    """The checkpoint's pooling, or None where we cannot serve it.
+    """The pooling of a sentence-transformers checkpoint.
 
-    None: it is not a sentence-transformers checkpoint, it has modules after the pooling
-    that SGLang does not run (``Dense``), or its pooling is not implemented here.
+    None: it is no such checkpoint, it has modules after the pooling that SGLang does not run
+    (``Dense``), or its pooling is not implemented here.
     """
     files, folder = CheckpointFiles(str(model_path), revision), "1_Pooling"
     try:
@@ -95,8 +79,7 @@ def sentence_transformers_pooling(
 def segment_mean(hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """The float32 mean of each run of rows: ``[tokens, h], [n] -> [n, h]``.
 
-    Rows past ``lengths.sum()`` are padding and are ignored. Nothing here waits for the
-    device, so it may be captured in a CUDA graph.
+    Rows past ``lengths.sum()`` are ignored. It may be captured in a CUDA graph.
     """
     rows = torch.arange(hidden.shape[0], device=hidden.device)
     segment = torch.searchsorted(torch.cumsum(lengths, 0), rows, right=True)
@@ -133,55 +116,48 @@ class MeanPooler(Pooler):  # type: ignore[misc]
 def use_mean_pooler(model: torch.nn.Module) -> bool:
     """Replace the model's plain pooler with a mean, or return False if it has none."""
     pooler = getattr(model, "pooler", None)
-    if (
-        pooler is None or type(pooler) is not Pooler
-    ):  # a sparse or cross-encoder head stays
+    if type(pooler) is not Pooler:  # a sparse or cross-encoder head stays
         return False
     model.pooler = MeanPooler(normalize=pooler.normalize)
     return True
 
 
 def declared_spec(
-    spec: EmbeddingModelSpec, model_path: str | Path, revision: str | None = None
-) -> EmbeddingModelSpec:
+    spec: specs.EmbeddingModelSpec, model_path: str | Path, revision: str | None = None
+) -> specs.EmbeddingModelSpec:
     """The spec, corrected for the checkpoint if it is encoder-only."""
-    if spec.execution is not EmbeddingExecution.ENCODER_ONLY:
+    if spec.execution is not specs.EmbeddingExecution.ENCODER_ONLY:
         return spec
-    spec = replace(
-        spec, safe_disable_radix_cache=True, safe_disable_chunked_prefill=True
-    )
+    pooling = spec.pooling
     if (
-        spec.pooling in (PoolingStrategy.CLS, PoolingStrategy.MODEL_DEFINED)
+        pooling in (specs.PoolingStrategy.CLS, specs.PoolingStrategy.MODEL_DEFINED)
         and sentence_transformers_pooling(model_path, revision) == "mean"
     ):
-        spec = replace(spec, pooling=PoolingStrategy.MEAN)
-    return spec
+        pooling = specs.PoolingStrategy.MEAN
+    return replace(
+        spec,
+        safe_disable_radix_cache=True,
+        safe_disable_chunked_prefill=True,
+        pooling=pooling,
+    )
 
 
-def _after_model_config(config: ModelConfig, *_args: object, **_kwargs: object) -> None:
+def after_model_config(config: ModelConfig, *_args: object, **_kwargs: object) -> None:
+    """AFTER hook in every process, before SGLang resolves its arguments."""
     config.embedding_model_spec = declared_spec(
         config.embedding_model_spec, config.model_path, config.revision
     )
 
 
-def _after_load_model(
+def after_load_model(
     _result: None, runner: ModelRunner, *_args: object, **_kwargs: object
 ) -> None:
+    """AFTER hook in the scheduler process."""
     config = runner.model_config
-    spec: EmbeddingModelSpec = config.embedding_model_spec
+    spec: specs.EmbeddingModelSpec = config.embedding_model_spec
     if (
-        spec.execution is EmbeddingExecution.ENCODER_ONLY
-        and spec.pooling is PoolingStrategy.MEAN
+        spec.execution is specs.EmbeddingExecution.ENCODER_ONLY
+        and spec.pooling is specs.PoolingStrategy.MEAN
         and use_mean_pooler(runner.model)
     ):
         logger.info("%s: mean pooling, as in its checkpoint", config.model_path)
-
-
-def register_config_hook() -> None:
-    """In every process, before SGLang resolves its arguments."""
-    register_offline(MODEL_CONFIG_HOOK, _after_model_config, HookType.AFTER, first)
-
-
-def register_pooler_hook() -> None:
-    """In the scheduler process, before it loads the model."""
-    HookRegistry.register(LOAD_MODEL_HOOK, _after_load_model, HookType.AFTER)

@@ -79,8 +79,7 @@ def _tell(over: threading.Event) -> None:
 class StartWatch:
     """Reports on the child processes of an engine that starts.
 
-    Args:
-        parent: the process that waits for them.
+    parent: the process that waits for them.
     """
 
     def __init__(self, parent: psutil.Process) -> None:

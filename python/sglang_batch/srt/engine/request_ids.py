@@ -68,11 +68,8 @@ def new_list_id() -> str:
 
 
 def set_rid(adapted: EngineRequest, rid: str) -> None:
-    """Give a request our id, so that ids chosen by clients cannot collide.
-
-    The sequences of a request that SGLang splits get ids derived from ``rid``, so that
-    the scheduler recognises them too.
-    """
+    """Give a request our id, and ids derived from it to the sequences that SGLang splits
+    it into, so that the scheduler recognises them too."""
     vars(adapted)[_OURS] = True
     prompts = adapted.input_ids if adapted.input_ids is not None else adapted.text
     several = isinstance(prompts, list) and prompts and not isinstance(prompts[0], int)
@@ -98,13 +95,9 @@ def _num_samples(adapted: GenerateReqInput) -> int:
 
 
 class Samples(GenerateReqInput):  # type: ignore[misc]
-    """A request for several answers to each prompt.
+    """A request for several answers to each prompt, whose copies get ids of ours.
 
-    SGLang copies the request for each answer and gives the copy a random id. Here it
-    gets one of ours.
-
-    Attributes:
-        part_ids: yields the ids, shared by all copies.
+    part_ids: yields them, shared by all copies.
     """
 
     part_ids: Iterator[str]

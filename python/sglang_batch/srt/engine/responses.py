@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -16,18 +17,13 @@ from sglang.srt.entrypoints.openai.encoding_dsv32 import DS32EncodingError
 from ...batch_api.protocol import error_body
 from ...batch_api.stop_rules.answer_watch import REASON_KEY
 from ...request import Cuts, RequestOutput, Usage, Work
-from ..compat.server_types import EngineAnswer, JsonObject, MetaInfo, UsageInfo
+from ..compat.server_types import EngineAnswer, JsonObject, MetaInfo
 from .checks.body_checks import MESSAGES_URL, describe_validation_error
 from .checks.value_checks import FieldError
+from .strict_serving import messages_error_type
 
 logger = logging.getLogger(__name__)
 
-# The Messages API has its own names for errors.
-_MESSAGES_ERROR_TYPES = {
-    404: "not_found_error",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 _MAX_MESSAGES_ERROR_LEN = 500
 # SGLang's message for a grammar after which no token may follow. SGLang reports it as
 # an error of the server.
@@ -59,15 +55,13 @@ def rejection(url: str, rid: str, error: Exception) -> RequestOutput:
 def abort_reason(engine_answers: Iterable[EngineAnswer]) -> str | None:
     """Why the engine aborted a sequence of these answers, or None if all have ended.
 
-    A request that SGLang refuses is an exception, not an answer. A request of ours that
-    is cancelled has no answer. So this is an abort by somebody else, such as by
-    ``/abort_request``, by a change of weights, or by the engine.
+    A request that SGLang refuses is an exception, and one of ours that is cancelled has no
+    answer. So this is an abort by somebody else, such as by ``/abort_request``.
     """
-    for answer in engine_answers:
-        for sequence in answer if isinstance(answer, list) else [answer]:
-            reason = sequence and sequence["meta_info"].get("finish_reason")
-            if isinstance(reason, dict) and reason.get("type") == "abort":
-                return str(reason.get("message") or "no reason given")
+    for report in chain.from_iterable(map(_reports, engine_answers)):
+        reason = report.get("finish_reason")
+        if isinstance(reason, dict) and reason.get("type") == "abort":
+            return str(reason.get("message") or "no reason given")
     return None
 
 
@@ -86,24 +80,18 @@ def unusable(
 ) -> RequestOutput:
     """The error of a request whose answer cannot be converted: the server's, not its own.
 
-    Args:
-        output: the error as it would be for a request that cannot be converted.
-        failure: the exception behind it, if it was not told by SGLang.
-        engine_answers, num_prompts: see :func:`output_of`. Their tokens are counted.
+    output: the error as it would be for a request that cannot be converted.
+    failure: the exception behind it, if it was not told by SGLang.
     """
     if output.status_code != 500:
         logger.error(
             "Request %s has no usable answer", output.request_id, exc_info=failure
         )
-        problem = f"The answer cannot be converted: {_message_of(output.body)}"
+        message = orjson.loads(output.body)["error"]["message"]
+        problem = f"The answer cannot be converted: {message}"
         output = _error_output(url, output.request_id, 500, problem, is_settled=True)
-    used = sum(map(_native_usage, engine_answers, num_prompts), Usage())
-    work = sum(map(_work, engine_answers, num_prompts), Work())
+    used, work = _spent(engine_answers, num_prompts)
     return replace(output, usage=used, work=work)
-
-
-def _message_of(body: bytes) -> str:
-    return str(orjson.loads(body)["error"]["message"])
 
 
 def output_of(
@@ -115,23 +103,24 @@ def output_of(
 ) -> RequestOutput:
     """The answer of an endpoint, as HTTP would have returned it.
 
-    Args:
-        answer: SGLang's response object, HTTP response or list of objects.
-        engine_answers: the engine's answers behind it. Their tokens are counted if
-            ``answer`` itself has no usage.
-        num_prompts: for each of them, how many prompts it answers.
+    answer: SGLang's response object, HTTP response or list of objects.
+    engine_answers: the engine's answers behind it. Their tokens are counted if
+        ``answer`` itself has no usage.
+    num_prompts: for each of them, how many prompts it answers.
     """
-    usage: UsageInfo | None = getattr(answer, "usage", None)
     if isinstance(answer, Response) and answer.status_code >= 400:
         return _error_of_response(url, rid, answer)
-    counted = (
-        sum(map(_native_usage, engine_answers, num_prompts), Usage())
-        if usage is None
-        or not hasattr(usage, "prompt_tokens")  # that of sounds: seconds
-        else _openai_usage(usage)
-    )
-    cuts = sum((_cuts(item) for item in engine_answers), Cuts())
-    work = sum(map(_work, engine_answers, num_prompts), Work())
+    counted, work = _spent(engine_answers, num_prompts)
+    usage: Any = getattr(answer, "usage", None)
+    if hasattr(usage, "prompt_tokens"):  # that of sounds has seconds
+        details = usage.prompt_tokens_details
+        counted = Usage(
+            input_tokens=usage.prompt_tokens,
+            cached_tokens=(details.cached_tokens or 0) if details else 0,
+            output_tokens=usage.completion_tokens or 0,
+            reasoning_tokens=usage.reasoning_tokens or 0,
+        )
+    cuts = sum(map(_cut, chain.from_iterable(map(_reports, engine_answers))), Cuts())
     return RequestOutput(200, rid, _json(answer), counted, cuts=cuts, work=work)
 
 
@@ -171,9 +160,8 @@ def _error_output(
 ) -> RequestOutput:
     """An error as its endpoint has it.
 
-    Args:
-        is_settled: the message, which may have parts of an answer, says nothing more about
-            status and code.
+    is_settled: the message, which may have parts of an answer, says nothing more about
+        status and code.
     """
     content: JsonObject
     if not is_settled and _REFUSED_BY_GRAMMAR in message:
@@ -182,7 +170,10 @@ def _error_output(
     if not is_settled and _ABORTED_BEFORE_START in message:
         status_code, code = 503, "request_aborted"
     if url == MESSAGES_URL:
-        content = _messages_error(status_code, message)
+        # Details of server errors are hidden.
+        shown = "Internal server error" if status_code >= 500 else message
+        error = {"type": messages_error_type(status_code), "message": shown}
+        content = {"type": "error", "error": error}
     else:
         if status_code < 500 and code is None and "context length" in message:
             code = "context_length_exceeded"
@@ -190,101 +181,55 @@ def _error_output(
     return RequestOutput(status_code, rid, orjson.dumps(content))
 
 
-def _messages_error(status_code: int, message: str) -> JsonObject:
-    """The error object of the Messages API, which hides the details of server errors."""
-    fault = status_code >= 500
-    default = "api_error" if fault else "invalid_request_error"
-    kind = _MESSAGES_ERROR_TYPES.get(status_code, default)
-    return {
-        "type": "error",
-        "error": {
-            "type": kind,
-            "message": "Internal server error" if fault else message,
-        },
-    }
-
-
 def _all_errors(error: ValidationError) -> str:
     """All errors in a body of the Messages API, worded as SGLang does online."""
-    found = error.errors(include_url=False, include_context=False)
-    parts = [
-        f"{where}: {item['msg']}"
-        if (where := ".".join(map(str, item["loc"])))
-        else item["msg"]
-        for item in found
-    ]
+    parts = []
+    for item in error.errors(include_url=False, include_context=False):
+        where = ".".join(map(str, item["loc"]))
+        parts.append(f"{where}: {item['msg']}" if where else item["msg"])
     text = "; ".join(parts)
     long = len(text) > _MAX_MESSAGES_ERROR_LEN
     return f"{text[:_MAX_MESSAGES_ERROR_LEN]}\u2026" if long else text
 
 
-def _openai_usage(usage: UsageInfo) -> Usage:
-    details = usage.prompt_tokens_details
-    return Usage(
-        input_tokens=usage.prompt_tokens,
-        cached_tokens=(details.cached_tokens or 0) if details else 0,
-        output_tokens=usage.completion_tokens or 0,
-        reasoning_tokens=usage.reasoning_tokens or 0,
-    )
-
-
-def _cuts(engine_answer: EngineAnswer) -> Cuts:
-    """How many sequences of an answer each stop rule, or their limit, has ended."""
-    if engine_answer is None:
-        return Cuts()
-    if isinstance(engine_answer, list):
-        return sum((_cuts(item) for item in engine_answer), Cuts())
-    reason = engine_answer["meta_info"].get("finish_reason")
+def _cut(report: MetaInfo) -> Cuts:
+    """Which stop rule, if any, has ended a sequence, or its limit."""
+    reason = report.get("finish_reason")
     if not isinstance(reason, dict):
         return Cuts()
     rule = reason.get(REASON_KEY)
-    if rule is None:
-        return Cuts(length=int(reason.get("type") == "length"))
-    return Cuts(**{rule: 1})
-
-
-def _native_usage(engine_answer: EngineAnswer, num_prompts: int) -> Usage:
-    """Token counts of the tokenizer manager's answer: one sequence or several.
-
-    A prompt counts once, however many sequences answer it, by the first of them.
-    """
-    reports = _reports(engine_answer)
-    firsts = reports[:: _per_prompt(reports, num_prompts)]
-
-    def total(name: str, of: Sequence[Mapping[str, Any]]) -> int:
-        return sum(report.get(name) or 0 for report in of)
-
-    return Usage(
-        input_tokens=total("prompt_tokens", firsts),
-        cached_tokens=total("cached_tokens", firsts),
-        output_tokens=total("completion_tokens", reports),
-        reasoning_tokens=total("reasoning_tokens", reports),
+    return (
+        Cuts(**{rule: 1}) if rule else Cuts(length=int(reason.get("type") == "length"))
     )
 
 
-def _work(engine_answer: EngineAnswer, num_prompts: int) -> Work:
-    """The work for it: each prompt once, and all sequences."""
-    reports = _reports(engine_answer)
-    each = _per_prompt(reports, num_prompts)
-    total = Work()
-    for number, report in enumerate(reports):
-        prompt = report.get("prompt_tokens") or 0
-        cached = report.get("cached_tokens") or 0
-        if number % each:
-            cached = prompt  # another sample computed it
-        generated = report.get("completion_tokens") or 0
-        total += Work.of_sequence(prompt - cached, cached, generated)
-    return total
+def _spent(
+    engine_answers: Iterable[EngineAnswer], num_prompts: Sequence[int]
+) -> tuple[Usage, Work]:
+    """Token counts of the tokenizer manager's answers, and the work for them.
+
+    A prompt counts once, however many sequences answer it, by the first of them.
+    """
+    usage, work = Usage(), Work()
+    for answer, prompts in zip(engine_answers, num_prompts, strict=False):
+        reports = _reports(answer)
+        per_prompt = max(1, len(reports) // max(1, prompts))
+        for number, report in enumerate(reports):
+            prompt = report.get("prompt_tokens") or 0
+            cached = report.get("cached_tokens") or 0
+            generated = report.get("completion_tokens") or 0
+            reasoning = report.get("reasoning_tokens") or 0
+            if number % per_prompt:
+                usage += Usage(0, 0, generated, reasoning)
+                work += Work.of_sequence(0, prompt, generated)
+            else:
+                usage += Usage(prompt, cached, generated, reasoning)
+                work += Work.of_sequence(prompt - cached, cached, generated)
+    return usage, work
 
 
 def _reports(engine_answer: EngineAnswer) -> list[MetaInfo]:
-    """The reports on all sequences of an answer."""
     if engine_answer is None:  # it failed, and the serving class answered nevertheless
         return []
     found = engine_answer if isinstance(engine_answer, list) else [engine_answer]
     return [answer["meta_info"] for answer in found]
-
-
-def _per_prompt(reports: Sequence[object], num_prompts: int) -> int:
-    """How many sequences answer each prompt."""
-    return max(1, len(reports) // max(1, num_prompts))

@@ -1,9 +1,7 @@
 """SGLang's serving code, held where it passes a request to the engine.
 
-Only some serving classes build SGLang's internal request in one method and answer in
-another. The others do both in one call. All of them pass the request to the tokenizer
-manager. It is held there, so that it can be planned and gets our id, and the call
-continues once the request is sent.
+All serving classes pass SGLang's internal request to the tokenizer manager. It is held
+there, so that it can be planned and gets our id, and the call continues once it is sent.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ SPENT = "_offline_batch_spent"
 class Submission:
     """A request that serving code passes to the engine. Awaiting it holds the call.
 
-    adapted: SGLang's internal request.
     answer: the engine's answer, or None until there is one.
     """
 
@@ -46,17 +43,17 @@ class Submission:
 
 
 class HoldingManager(TokenizerManagerScoreMixin):  # type: ignore[misc]
-    """A tokenizer manager for serving classes that holds their requests.
+    """A tokenizer manager for serving classes that holds their requests, and passes all else
+    on to the real one.
 
-    Everything else is passed on to the real tokenizer manager. The mixin implements
-    scoring, which composes requests and passes them to its own ``generate_request``.
+    The mixin implements scoring, which passes requests to its own ``generate_request``.
     """
 
-    def __init__(self, tokenizer_manager: TokenizerManager) -> None:
-        self._tokenizer_manager = tokenizer_manager
+    def __init__(self, manager: TokenizerManager) -> None:
+        self._manager = manager
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer_manager, name)
+        return getattr(self._manager, name)
 
     async def generate_request(
         self, obj: EngineRequest, request: None = None
@@ -66,9 +63,9 @@ class HoldingManager(TokenizerManagerScoreMixin):  # type: ignore[misc]
         await submission
         # Also of the later requests of a call, which nobody else has seen.
         if obj.contains_mm_input():
-            await media_reader(self._tokenizer_manager).read(obj)
+            await media_reader(self._manager).read(obj)
         try:
-            async for answer in self._tokenizer_manager.generate_request(obj, request):
+            async for answer in self._manager.generate_request(obj, request):
                 submission.answer = answer
                 yield answer
         except Exception:
@@ -81,9 +78,7 @@ class ServingCall:
 
     A call that is dropped before its end leaves nothing behind.
 
-    Args:
-        rules: of the requests that it passes to the engine.
-
+    rules: of the requests that it passes to the engine.
     submissions: the requests passed to the engine so far, one for most calls.
     answer: the call's return value, or None until it returns.
     """
@@ -98,11 +93,8 @@ class ServingCall:
         self.answer: object = None
 
     def render(self) -> EngineRequest | None:
-        """Run up to the first request for the engine, in any thread.
-
-        Returns:
-            SGLang's internal request under our id, or None if the call returned without
-            one, see :attr:`answer`.
+        """SGLang's internal request under our id, after a run up to the first one for the engine
+        in any thread. None if the call returned without one, see :attr:`answer`.
 
         Raises:
             RuntimeError: the call waits for something other than the engine.
@@ -132,13 +124,10 @@ class ServingCall:
 
     @coroutine
     def run(self, **fields: object) -> Generator[Any, Any, object]:
-        """Continue to the end. Awaited on the tokenizer manager's event loop.
+        """The call's return value, after a run to the end on the tokenizer manager's event loop.
 
         Args:
             fields: set on each of SGLang's internal requests before it is sent.
-
-        Returns:
-            The call's return value.
 
         Raises:
             asyncio.CancelledError: the caller was cancelled. The request under way is
@@ -174,8 +163,8 @@ class ServingCall:
 def _unknown_to_asyncio() -> Iterator[None]:
     """Asynchronous generators that start in this block are closed by Python.
 
-    A held call that is dropped has generators that wait for its request. asyncio would
-    close them in a task of its own, which fails, because to Python they are running.
+    asyncio would close those of a held call that is dropped in a task of its own, which
+    fails, because to Python they are running.
     """
     hooks = sys.get_asyncgen_hooks()
     sys.set_asyncgen_hooks(None, None)

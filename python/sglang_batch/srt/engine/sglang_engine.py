@@ -6,18 +6,11 @@ import asyncio
 import copy
 import json
 from collections import Counter
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, cast
 
 from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -28,16 +21,8 @@ from ...planner.machine_model import Machine
 from ...request import BatchRequestInput, RequestOutput, line_request_id
 from ...scheduling.job_plan import JobPlan
 from ...scheduling.running_tree import TreeNow
-from ..compat import job_control
-from ..compat.job_control import (
-    JobControl,
-    JobControlOutput,
-    RunningQuery,
-    RunningQueryOutput,
-    TreeQuery,
-    TreeQueryOutput,
-    channel_of,
-)
+from ..compat import job_control as control
+from ..compat.job_control import JobControl
 from ..compat.server_types import (
     EngineRequest,
     JsonObject,
@@ -52,8 +37,7 @@ from .checks.stop_rule_checks import has_rules, take_rules
 from .checks.value_checks import FieldError
 from .endpoints import Converted, ServingEndpoints, load_request, store_request
 from .machine import LearntMachine
-from .media import check_sources, media_reader
-from .media_tokens import media_token_ids
+from .media import check_sources, media_reader, media_token_ids
 from .request_ids import is_job_id
 from .responses import abort_reason, aborted, output_of, rejection, unusable
 from .serving_call import HoldingManager, ServingCall
@@ -103,65 +87,45 @@ class Prepared:
         return namespace_of(self.adapted)
 
 
-class PrefillPairing(Protocol):
-    """The prefill servers of a decode server."""
-
-    def start(self) -> None:
-        """Begin to watch them, in the running event loop. Later calls do nothing."""
-
-    async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None: ...
-
-    async def set_priority(self, job_id: str, priority: int) -> None: ...
-
-    async def close_job(self, job_id: str) -> None: ...
-
-    async def execute(
-        self, rid: str, run: Callable[[], Awaitable[RequestOutput]]
-    ) -> RequestOutput:
-        """Run a request once a prefill server can compute its prompt."""
-
-
 class SGLangEngine:
-    """Serves a job's requests with SGLang's tokenizer manager, in its process.
+    """Serves a job's requests with SGLang's tokenizer manager, in its process and on its event
+    loop, in the HTTP server as with ``sglang.Engine``.
 
-    It works in the HTTP server and with ``sglang.Engine``. All calls must come from the
-    event loop of the tokenizer manager.
-
-    Attributes:
-        learnt: its machine, by the steps that SGLang's schedulers time. None until it is
-            connected.
-        find_pairing: the prefill servers of a tokenizer manager, if it has any. Set by
-            the plugin.
+    learnt: its machine, by steps that SGLang's schedulers time. None until it is connected.
+    manager: SGLang's tokenizer manager.
+    find_pairing: the :class:`~..disaggregation.pairing.Pairing` of a tokenizer manager
+        with prefill servers, or None. Set by the plugin.
     """
 
-    find_pairing: ClassVar[Callable[[Any], PrefillPairing | None]] = staticmethod(
-        lambda _: None
-    )
+    find_pairing: ClassVar[Callable[[Any], Any]] = staticmethod(lambda _: None)
 
     def __init__(
         self,
-        tokenizer_manager: TokenizerManager,
+        manager: TokenizerManager,
         template_manager: TemplateManager | None,
     ) -> None:
-        self._tokenizer_manager = tokenizer_manager
-        holding = HoldingManager(tokenizer_manager)
+        self.manager = manager
+        holding = HoldingManager(manager)
         self._endpoints = ServingEndpoints(holding, template_manager)
         self._default_max_inflight = MIN_INFLIGHT
         self._max_running_requests = 0
         self._media_room = asyncio.Semaphore(MEDIA_AHEAD)
         self.learnt: LearntMachine | None = None
-        self._job_control: Callable[[JobControl], Awaitable[object]] | None = None
+        self._job_control: Callable[[JobControl], Any] | None = None
         self._num_replicas = 1
         self._running_query: asyncio.Future[dict[str, float]] | None = None
         # The plans of open jobs that the schedulers have.
         self._last_plans: dict[str, Sequence[JobPlan]] = {}
-        self._pairing = SGLangEngine.find_pairing(tokenizer_manager)
-        self._early_ends = EarlyEnds(tokenizer_manager)
+        self._pairing = SGLangEngine.find_pairing(manager)
+        self._early_ends = EarlyEnds(manager)
+
+    async def _ask(self, question: object, answer: type) -> list[Any]:
+        return await control.channel_of(self.manager, answer)(question)
 
     @property
     def model_names(self) -> tuple[str, ...]:
         # SGLang renames the model after the path of new weights.
-        manager = self._tokenizer_manager
+        manager = self.manager
         first = manager.server_args.served_model_name or manager.served_model_name
         return tuple(dict.fromkeys((first, manager.served_model_name)))
 
@@ -171,7 +135,7 @@ class SGLangEngine:
 
     @property
     def is_paused(self) -> bool:
-        return self._tokenizer_manager.is_pause
+        return self.manager.is_pause
 
     @property
     def max_running_requests(self) -> int:
@@ -190,7 +154,7 @@ class SGLangEngine:
     @property
     def closing(self) -> bool:
         """Whether SGLang is shutting down and only waits for running requests."""
-        return self._tokenizer_manager.gracefully_exit
+        return self.manager.gracefully_exit
 
     async def connect(self) -> None:
         """Read the state of every scheduler: check that it is ours, get its limits.
@@ -199,8 +163,8 @@ class SGLangEngine:
             EngineError: a scheduler runs without our hooks.
         """
         if self._pairing is not None:
-            self._pairing.start()
-        states = await self._tokenizer_manager.get_internal_state()
+            self._pairing.servers.start()
+        states = await self.manager.get_internal_state()
         for rank, state in enumerate(states):
             if STATE_KEY not in state:
                 raise EngineError(
@@ -214,10 +178,11 @@ class SGLangEngine:
         self._max_running_requests = running
         self._media_room = asyncio.Semaphore(running + MEDIA_AHEAD)
         self._default_max_inflight = max(MIN_INFLIGHT, 2 * running)
-        self.learnt = LearntMachine(self._tokenizer_manager, states[0])
+        self.learnt = LearntMachine(self.manager, states[0])
         self._num_replicas = len(states)
         if "jobs" in states[0][STATE_KEY]:  # not with SGLang's own scheduler
-            self._job_control = channel_of(self._tokenizer_manager, JobControlOutput)
+            channel = control.channel_of(self.manager, control.JobControlOutput)
+            self._job_control = channel
 
     @property
     def num_replicas(self) -> int:
@@ -230,7 +195,7 @@ class SGLangEngine:
     async def kv_use(self) -> KvUse | None:
         if self._job_control is None:
             return None  # SGLang's own scheduler has no sides
-        states = await self._tokenizer_manager.get_internal_state()
+        states = await self.manager.get_internal_state()
         total: Counter[str] = Counter()
         for state in states:
             total.update(state[STATE_KEY]["kv_use"])
@@ -239,8 +204,9 @@ class SGLangEngine:
     async def running_tree(self, limit: int) -> list[TreeNow] | None:
         if self._job_control is None:
             return None  # SGLang's own scheduler has no plan
-        channel = channel_of(self._tokenizer_manager, TreeQueryOutput)
-        answers = cast(list[TreeQueryOutput], await channel(TreeQuery(limit=limit)))
+        answers = await self._ask(
+            control.TreeQuery(limit=limit), control.TreeQueryOutput
+        )
         answers.sort(key=lambda answer: answer.dp_rank)
         return [json.loads(answer.tree) for answer in answers]
 
@@ -251,8 +217,7 @@ class SGLangEngine:
         return await asyncio.shield(self._running_query)
 
     async def _ask_running_s(self) -> dict[str, float]:
-        channel = channel_of(self._tokenizer_manager, RunningQueryOutput)
-        answers = cast(list[RunningQueryOutput], await channel(RunningQuery()))
+        answers = await self._ask(control.RunningQuery(), control.RunningQueryOutput)
         return longest_of_lines(answer.seconds for answer in answers)
 
     async def open_job(
@@ -283,42 +248,39 @@ class SGLangEngine:
             return
         last = self._last_plans.pop(job_id, [])
         action, data = await asyncio.to_thread(_message, plans, last)
-        await self._job_control(
-            JobControl(
-                job_id=job_id,
-                action=action,
-                plans=data,
-                names=names,
-                first=first,
-                reports=job_id in job_control.watchers(self._tokenizer_manager),
-            )
+        message = JobControl(
+            job_id=job_id,
+            action=action,
+            plans=data,
+            names=names,
+            first=first,
+            reports=job_id in control.watchers(self.manager),
         )
+        await self._job_control(message)
         self._last_plans[job_id] = plans
 
     def watch_job(self, job_id: str, on_joined: Callable[[list[int]], None]) -> bool:
         if self._job_control is None:
             return False
-        job_control.watchers(self._tokenizer_manager)[job_id] = on_joined
+        control.watchers(self.manager)[job_id] = on_joined
         return True
 
     async def set_priority(self, job_id: str, priority: int) -> None:
         if self._pairing is not None:
-            await self._pairing.set_priority(job_id, priority)
+            await self._pairing.servers.set_priority(job_id, priority)
         if self._job_control is not None:
-            await self._job_control(
-                JobControl(
-                    job_id=job_id, action=job_control.PRIORITY, priority=priority
-                )
-            )
+            action = control.PRIORITY
+            message = JobControl(job_id=job_id, action=action, priority=priority)
+            await self._job_control(message)
 
     async def close_job(self, job_id: str) -> None:
         self._last_plans.pop(job_id, None)
         self._early_ends.forget(job_id)
         if self._pairing is not None:
-            await self._pairing.close_job(job_id)
+            await self._pairing.servers.close_job(job_id)
         if self._job_control is not None:
-            job_control.watchers(self._tokenizer_manager).pop(job_id, None)
-            await self._job_control(JobControl(job_id=job_id, action=job_control.CLOSE))
+            control.watchers(self.manager).pop(job_id, None)
+            await self._job_control(JobControl(job_id=job_id, action=control.CLOSE))
             await self._learn_costs()
 
     async def _learn_costs(self) -> None:
@@ -334,8 +296,8 @@ class SGLangEngine:
         await self._endpoints.open(request.url)
         if request.url == TRANSCRIPTIONS_URL:
             try:
+                reader = media_reader(self.manager)
                 body = parse_body(request.body)
-                reader = media_reader(self._tokenizer_manager)
                 request = await with_duration(request, body, reader)
             except Exception as error:
                 return rejection(request.url, rid, error)
@@ -352,14 +314,13 @@ class SGLangEngine:
     async def _with_media(
         self, prepared: Prepared, tokenize: bool
     ) -> Prepared | RequestOutput:
-        manager = self._tokenizer_manager
+        manager = self.manager
         try:
-            check_sources(
-                prepared.adapted, manager.server_args.offline_config.media_sources
-            )
+            allowed = manager.server_args.offline_config.media_sources
+            check_sources(prepared.adapted, allowed)
             if not tokenize or manager.mm_processor is None:
                 return prepared
-            # It is read again once it is sent, see HoldingManager.
+            # They are read again once the request is sent, see HoldingManager.
             own = copy.copy(prepared.adapted)
             await media_reader(manager).read(own)
             ids = await media_token_ids(manager, own)
@@ -381,10 +342,9 @@ class SGLangEngine:
             adapted = call.render()
             if adapted is None:
                 return output_of(url, rid, call.answer, ())
-            check_line(adapted, self._tokenizer_manager.model_config.vocab_size)
-            media = adapted.contains_mm_input()
+            check_line(adapted, self.manager.model_config.vocab_size)
             input_ids = None
-            if tokenize and not media:
+            if tokenize and not adapted.contains_mm_input():
                 input_ids = self._first_prompt_ids(adapted)
         except (AttributeError, LookupError) as error:
             # SGLang's code raises these for a body of the wrong shape.
@@ -420,30 +380,19 @@ class SGLangEngine:
             raise EngineError(
                 f"{request.custom_id}: it was rendered, and now it is not."
             )
-        return Prepared(
-            request.url,
-            rid,
-            adapted,
-            call,
-            None,
-            found.max_new_tokens,
-            found.ignore_eos,
-        )
+        limits = found.max_new_tokens, found.ignore_eos
+        return Prepared(request.url, rid, adapted, call, None, *limits)
 
     async def execute(
         self, prepared: Prepared, replica: int | None = None
     ) -> RequestOutput:
-        if not prepared.has_media:
-            return await self._paired(prepared, replica)
-        async with self._media_room:
-            return await self._paired(prepared, replica)
-
-    async def _paired(self, prepared: Prepared, replica: int | None) -> RequestOutput:
-        if self._pairing is None:
-            return await self._execute(prepared, replica)
-        return await self._pairing.execute(
-            prepared.rid, lambda: self._execute(prepared, replica)
-        )
+        async with self._media_room if prepared.has_media else nullcontext():
+            if self._pairing is None:
+                return await self._execute(prepared, replica)
+            output: RequestOutput = await self._pairing.execute(
+                prepared.rid, lambda: self._execute(prepared, replica)
+            )
+            return output
 
     async def _execute(self, prepared: Prepared, replica: int | None) -> RequestOutput:
         call = prepared.call
@@ -462,9 +411,7 @@ class SGLangEngine:
         if reason is not None:
             return aborted(url, rid, reason)
         # A request that failed early has no size.
-        num_prompts = [
-            getattr(sent.adapted, "batch_size", 1) for sent in call.submissions
-        ]
+        num_prompts = [getattr(s.adapted, "batch_size", 1) for s in call.submissions]
         if failure is None:
             try:
                 output = output_of(url, rid, answer, engine_answers, num_prompts)
@@ -487,16 +434,11 @@ class SGLangEngine:
             first = ids[0]
             return first if isinstance(first, list) else cast("list[int]", ids)
         text = adapted.text[0] if isinstance(adapted.text, list) else adapted.text
-        tokenizer = self._tokenizer_manager.tokenizer
+        tokenizer = self.manager.tokenizer
         if not text or tokenizer is None:
             return []
         found = text_token_ids(tokenizer, text)
-        if (
-            found
-            and isinstance(adapted, GenerateReqInput)
-            and isinstance(adapted.text, str)
-            and not adapted.contains_mm_input()
-        ):
+        if found and isinstance(adapted, GenerateReqInput) and text is adapted.text:
             # SGLang need not tokenize it again.
             adapted.text, adapted.input_ids = None, found
         return found
@@ -508,9 +450,8 @@ def _message(
     """The action and the data of a control message: no more than has changed."""
     pairs = list(zip(plans, last, strict=False))
     if len(pairs) == len(plans) and all(new.same_requests(old) for new, old in pairs):
-        changes = tuple(new.changes_from(old) for new, old in pairs)
-        return job_control.CHANGE, changes
-    return job_control.OPEN, tuple(plan.to_bytes() for plan in plans)
+        return control.CHANGE, tuple(new.changes_from(old) for new, old in pairs)
+    return control.OPEN, tuple(plan.to_bytes() for plan in plans)
 
 
 def longest_of_lines(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -529,13 +470,11 @@ def text_token_ids(tokenizer: Tokenizer, text: str | list[str]) -> list[int]:
 
 
 def shareable_len(request: Any) -> int | None:
-    """Most tokens of a request's first prompt that may come from the cache.
+    """Most tokens of the first prompt of SGLang's request, or of its message to the
+    scheduler, that may come from the cache.
 
     SGLang computes the log probabilities of a prompt from the token on that
     ``logprob_start_len`` names. None if all tokens may come from the cache.
-
-    Args:
-        request: SGLang's request, or its message to the scheduler.
     """
     wanted = _of_first(getattr(request, "return_logprob", None))
     start = _of_first(getattr(request, "logprob_start_len", None))
@@ -544,11 +483,7 @@ def shareable_len(request: Any) -> int | None:
 
 
 def namespace_of(request: Any) -> str:
-    """The part of the cache's keys of a request's first prompt that is not its tokens.
-
-    Args:
-        request: SGLang's request, or its message to the scheduler.
-    """
+    """The part of the cache's keys of a request's first prompt that is not its tokens."""
     keys = [_of_first(getattr(request, name, None)) for name in _CACHE_KEYS]
     return repr(keys) if any(keys) else ""
 
@@ -558,7 +493,6 @@ _CACHE_KEYS = ("cache_salt", "extra_key", "lora_path", "lora_id")
 
 
 def _of_first(value: Any) -> Any:
-    """The value of a field for a request's first prompt."""
     if not isinstance(value, list):
         return value
     return value[0] if value else None
@@ -569,8 +503,7 @@ def _output_limits(adapted: EngineRequest) -> tuple[int | None, bool]:
     if not isinstance(adapted, GenerateReqInput):
         return 1, True  # an embedding: only its prompt is computed
     params = adapted.sampling_params or {}
-    if isinstance(params, list):
-        params = params[0]
+    params = _of_first(params)
     most = params.get("max_new_tokens")
     if most in (0, 1):
         return 1, True  # a prompt's logprobs, or one token: it cannot end earlier

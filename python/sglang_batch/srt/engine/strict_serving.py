@@ -1,8 +1,8 @@
 """SGLang's serving classes, with answers that fit the clients' own types.
 
-Lenient clients do not notice fields that SGLang adds to these types or leaves out. Strict
-ones refuse an answer for it. :func:`make_strict` is for batches and for the online calls
-of their server: SGLang's own classes stay as they are.
+Strict clients refuse an answer for fields that SGLang adds to these types or leaves out.
+:func:`make_strict` is for batches and for the online calls of their server: SGLang's own
+classes stay as they are.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 import copy
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -32,6 +32,12 @@ _ERROR_TYPES = {
     504: "timeout_error",
 }
 _DATA = "data: "
+
+
+def messages_error_type(status_code: int) -> str:
+    """Anthropic's type of an error with this status."""
+    default = "api_error" if status_code >= 500 else "invalid_request_error"
+    return _ERROR_TYPES.get(status_code, default)
 
 
 def make_strict(handler: Any) -> Any:
@@ -72,9 +78,7 @@ class _Chat:
 
     def _build_token_logprobs_from_raw(self, *args: Any) -> Any:
         tokens = super()._build_token_logprobs_from_raw(*args)  # type: ignore[misc]
-        for token in tokens:
-            for each in (token, *token.top_logprobs):
-                each.logprob = max(each.logprob, IMPOSSIBLE)
+        _make_finite(tokens)
         return tokens
 
 
@@ -147,8 +151,7 @@ class _Messages:
     ) -> Any:
         # SGLang passes types of its own on, such as BadRequestError.
         if error_type not in _ERROR_TYPES.values():
-            fault = "api_error" if status_code >= 500 else "invalid_request_error"
-            error_type = _ERROR_TYPES.get(status_code, fault)
+            error_type = messages_error_type(status_code)
         return super()._error_response(  # type: ignore[misc]
             status_code, error_type, *args, **kwargs
         )
@@ -208,9 +211,7 @@ class _Responses:
         )
         for item in getattr(response, "output", ()):
             for part in getattr(item, "content", None) or ():
-                for token in getattr(part, "logprobs", None) or ():
-                    for each in (token, *token.top_logprobs):
-                        each.logprob = max(each.logprob, IMPOSSIBLE)
+                _make_finite(getattr(part, "logprobs", None) or ())
         return response
 
 
@@ -253,12 +254,15 @@ _MIXINS: dict[str, type] = {
 }
 
 
-def _keep_texts(response: Any) -> None:
-    """Drop metadata that are no texts: which tokens were generated with which weights.
+def _make_finite(tokens: Iterable[Any]) -> None:
+    """Replace the infinite log probabilities of tokens and of those most likely there."""
+    for token in tokens:
+        for each in (token, *token.top_logprobs):
+            each.logprob = max(each.logprob, IMPOSSIBLE)
 
-    Those are in the choices' ``meta_info`` with ``return_meta_info``, and in answers of
-    ``/generate``.
-    """
+
+def _keep_texts(response: Any) -> None:
+    """Drop metadata that are no texts: which tokens were generated with which weights."""
     if (metadata := getattr(response, "metadata", None)) is not None:
         response.metadata = {k: v for k, v in metadata.items() if isinstance(v, str)}
 
@@ -266,8 +270,7 @@ def _keep_texts(response: Any) -> None:
 def _complete(logprobs: JsonObject, offsets: TextOffsets, text: str) -> None:
     """Complete the log probabilities of a completion, as the clients' types have them.
 
-    The first token of a prompt follows nothing, so it has no probability. The clients'
-    types have no null there.
+    The first token of a prompt has none, for which these types have no null.
     """
     if not logprobs:
         return
@@ -295,11 +298,9 @@ class TextOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
 
     def of(self, text: str, tokens: Sequence[str]) -> list[int]:
-        """The places of these tokens.
+        """The places of the next tokens, with the next part of the text, which may lag behind.
 
-        Args:
-            text: the next part of the text, which may lag behind the tokens.
-            tokens: the next ones. A part of a character is a character for each byte.
+        A token that is a part of a character is a character for each byte.
         """
         self._rest += text.encode()
         ahead, self._ahead = self._ahead, []

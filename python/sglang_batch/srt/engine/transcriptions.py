@@ -37,12 +37,7 @@ class TranscriptionBody(BaseModel):
 async def with_duration(
     line: BatchRequestInput, body: dict[str, Any], reader: MediaReader
 ) -> BatchRequestInput:
-    """A line whose body says how long its sound is.
-
-    Raises:
-        ValueError: the place may not be read.
-        Exception: the file cannot be read, or is no sound.
-    """
+    """A line whose body says how long its sound is. Raises if the file cannot be read."""
     place = body.get("file_url")
     if not isinstance(place, str):
         return line  # whose checks say so
@@ -83,8 +78,8 @@ def serving_class(manager: Any) -> Any:
     return handler
 
 
-def request_of(body: TranscriptionBody) -> Any:
-    """SGLang's request for a body."""
+def request_of(body: Any) -> Any:
+    """SGLang's request for a :class:`TranscriptionBody`."""
     from sglang.srt.entrypoints.openai.protocol import TranscriptionRequest
 
     request = TranscriptionRequest(

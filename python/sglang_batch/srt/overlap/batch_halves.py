@@ -1,9 +1,9 @@
 """A mixed batch as two batches that run at the same time, and their logits as those of one.
 
-The rows of a mixed batch are those of prompts, in front, and those that decode. How many
-decode is passed along from the scheduler: a row with one new token may also be a prompt.
-On a CPU the halves run in two threads, on a GPU on two streams. The prompts have an attention
-backend of their own: each backend keeps its preparations for a forward until the next one.
+The rows of a mixed batch are those of prompts, in front, and those that decode. A row with one
+new token may also be a prompt. On a CPU the halves run in two threads, on a GPU on two streams.
+The prompts have an attention backend of their own, since each keeps its preparations for a
+forward until the next one.
 """
 
 from __future__ import annotations
@@ -13,20 +13,17 @@ import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardBatch,
-    ForwardMode,
-)
+from sglang.srt.model_executor import forward_batch_info as info
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.runtime_context import get_model
 
-from .step_lanes import StepLanes, run_in_lanes
+from .step_lanes import CudaLanes, run_in_lanes
 
 # Fields of ForwardBatch. ``[num_tokens]``:
 _OF_TOKENS = ("input_ids", "positions", "out_cache_loc")
@@ -74,8 +71,7 @@ class BatchHalves(NamedTuple):
 def why_whole(batch: ForwardBatch, num_decodes: int) -> str | None:
     """What keeps a mixed batch from being split, or None if nothing does.
 
-    Args:
-        num_decodes: rows that decode, the last ones of the batch.
+    num_decodes: rows that decode, the last ones of the batch.
     """
     if not batch.forward_mode.is_mixed():
         return f"a batch of kind {batch.forward_mode.name}"
@@ -85,7 +81,7 @@ def why_whole(batch: ForwardBatch, num_decodes: int) -> str | None:
         return "lengths that are on the device only"
     if any(length != 1 for length in batch.extend_seq_lens_cpu[-num_decodes:]):
         return "several tokens in a row that decodes"
-    if batch.capture_hidden_mode not in (None, CaptureHiddenMode.NULL):
+    if batch.capture_hidden_mode not in (None, info.CaptureHiddenMode.NULL):
         return "hidden states that are returned"
     if batch.lora_ids is not None and any(batch.lora_ids):
         return "adapters"
@@ -97,13 +93,11 @@ def why_whole(batch: ForwardBatch, num_decodes: int) -> str | None:
         batch.extend_seq_lens_cpu, batch.extend_logprob_start_lens_cpu
     ):
         return "log probabilities of prompts"
-    unknown = [
-        field.name
-        for field in dataclasses.fields(batch)
-        if field.name not in _KNOWN
-        and not _is_unset(getattr(batch, field.name), field.default)
-    ]
-    return f"the field {unknown[0]} of the batch" if unknown else None
+    for field in dataclasses.fields(batch):
+        value = getattr(batch, field.name)
+        if field.name not in _KNOWN and not _is_unset(value, field.default):
+            return f"the field {field.name} of the batch"
+    return None
 
 
 def wants_prompt_logprobs(
@@ -111,10 +105,8 @@ def wants_prompt_logprobs(
 ) -> bool:
     """Whether a batch returns log probabilities of tokens of its prompts.
 
-    Args:
-        extend_lens: new tokens of each row.
-        logprob_starts: of each row, how many of them come before the first token
-            whose log probability is wanted.
+    logprob_starts: of each row, how many of its new tokens come before the first one whose
+        log probability is wanted.
     """
     pairs = zip(extend_lens, logprob_starts or extend_lens, strict=True)
     return any(length > start for length, start in pairs)
@@ -133,26 +125,16 @@ def _is_unset(value: Any, default: Any) -> bool:
 def split(batch: ForwardBatch, num_decodes: int, translator: Any) -> BatchHalves:
     """Split a mixed batch. Its tensors are not copied, and it stays as it is.
 
-    Args:
-        batch: a batch for which :func:`why_whole` is None.
-        num_decodes: rows that decode, the last ones.
-        translator: the model runner's ``kv_index_translator``.
+    batch: a batch for which :func:`why_whole` is None.
+    num_decodes: rows that decode, the last ones.
+    translator: the model runner's ``kv_index_translator``.
     """
     num_tokens, num_rows = len(batch.input_ids), batch.batch_size
+    first_token, first_row = num_tokens - num_decodes, num_rows - num_decodes
     halves = []
-    for mode, tokens, rows in (
-        (
-            ForwardMode.DECODE,
-            slice(num_tokens - num_decodes, num_tokens),
-            slice(num_rows - num_decodes, num_rows),
-        ),
-        (
-            ForwardMode.EXTEND,
-            slice(0, num_tokens - num_decodes),
-            slice(0, num_rows - num_decodes),
-        ),
-    ):
-        decodes = mode.is_decode()
+    for decodes in (True, False):
+        tokens = slice(first_token, num_tokens) if decodes else slice(0, first_token)
+        rows = slice(first_row, num_rows) if decodes else slice(0, first_row)
         parts: dict[str, Any] = dict.fromkeys(_OF_SAMPLING)
         parts |= {name: _part(batch, name, tokens) for name in _OF_TOKENS}
         parts |= {name: _part(batch, name, rows) for name in _OF_ROWS}
@@ -165,7 +147,9 @@ def split(batch: ForwardBatch, num_decodes: int, translator: Any) -> BatchHalves
             parts["mrope_positions"] = batch.mrope_positions[:, tokens]
         half = dataclasses.replace(
             batch,
-            forward_mode=mode,
+            forward_mode=info.ForwardMode.DECODE
+            if decodes
+            else info.ForwardMode.EXTEND,
             batch_size=rows.stop - rows.start,
             seq_lens_sum=int(batch.seq_lens_cpu[rows].sum()),
             extend_num_tokens=None if decodes else tokens.stop - tokens.start,
@@ -205,40 +189,18 @@ def join(
     return LogitsProcessorOutput(next_token_logits=torch.cat([first, last]))
 
 
-class HalfForwards(Protocol):
-    """Runs the halves of a step.
+StockForward: TypeAlias = Callable[[ForwardBatch], Any]
+"""SGLang's ``ModelRunner.forward`` of a batch."""
 
-    shares: the limits of SMs for prompts that it can be asked for.
-    """
-
-    shares: tuple[int | None, ...]
-
-    def run(
-        self,
-        stock_forward: Callable[[ForwardBatch], Any],
-        halves: BatchHalves,
-        sm_share: int | None,
-    ) -> tuple[LogitsProcessorOutput, LogitsProcessorOutput]:
-        """The outputs of decodes and prompts, in work that follows the current one.
-
-        Args:
-            stock_forward: SGLang's ``ModelRunner.forward`` of a batch.
-        """
-        ...
-
-    def alone(
-        self, stock_forward: Callable[[ForwardBatch], Any], half: ForwardBatch
-    ) -> LogitsProcessorOutput:
-        """The output of one half, without the other."""
-        ...
+HalfOutputs: TypeAlias = tuple[LogitsProcessorOutput, LogitsProcessorOutput]
+"""The outputs of decodes and prompts."""
 
 
 class DirectForward:
     """A forward of a batch by the model, without CUDA graphs and static buffers.
 
-    SGLang's eager runner copies a batch into buffers that all its runners share, also
-    those of CUDA graphs, and prepares the model runner's one attention backend. So two
-    of its forwards cannot run at the same time.
+    Two forwards of SGLang's eager runner cannot run at the same time: all its runners share
+    buffers and one attention backend.
     """
 
     def __init__(self, model_runner: Any, backend: Any) -> None:
@@ -266,14 +228,11 @@ def _published(model_runner: Any, backend: Any) -> Iterator[None]:
 
 
 class ThreadedHalves:
-    """On a CPU: decodes in one thread, prompts in the other.
+    """On a CPU: decodes in one thread, prompts in the other, each on half of the cores.
 
-    PyTorch's operators release Python's lock, and each thread computes with half of the
-    cores that PyTorch uses otherwise.
-
-    Attributes:
-        at_once: whether both halves run at the same time. Otherwise one follows the
-            other, each with all cores, which tells what concurrency is worth.
+    shares: the limits of SMs for prompts that it can be asked for.
+    at_once: whether both halves run at the same time. Otherwise one follows the other,
+        each with all cores, which tells what concurrency is worth.
     """
 
     shares: tuple[int | None, ...] = (None,)
@@ -290,11 +249,9 @@ class ThreadedHalves:
         self._threads = ThreadPoolExecutor(1, "decodes")
 
     def run(
-        self,
-        stock_forward: Callable[[ForwardBatch], Any],
-        halves: BatchHalves,
-        sm_share: int | None,
-    ) -> tuple[LogitsProcessorOutput, LogitsProcessorOutput]:
+        self, stock_forward: StockForward, halves: BatchHalves, sm_share: int | None
+    ) -> HalfOutputs:
+        """The outputs of both halves, in work that follows the current one."""
         with _published(self._runner, self._both):
             if not self.at_once:
                 return self._decodes(halves.decodes), self._prompts(halves.prompts)
@@ -316,8 +273,9 @@ class ThreadedHalves:
             return waiting.result(), prompts
 
     def alone(
-        self, stock_forward: Callable[[ForwardBatch], Any], half: ForwardBatch
+        self, stock_forward: StockForward, half: ForwardBatch
     ) -> LogitsProcessorOutput:
+        """The output of one half, without the other."""
         forward = self._decodes if half.forward_mode.is_decode() else self._prompts
         with _published(self._runner, self._both):
             return forward(half)
@@ -348,12 +306,11 @@ def _intra_op_threads(number: int) -> Iterator[None]:
 class StreamedHalves:
     """On a GPU: decodes as SGLang runs them, usually a CUDA graph, and prompts at the same time.
 
-    Args:
-        lanes: the streams, by the SMs that prompts are limited to.
+    lanes: the streams, by the SMs that prompts are limited to.
     """
 
     def __init__(
-        self, model_runner: Any, lanes: Mapping[int | None, StepLanes]
+        self, model_runner: Any, lanes: Mapping[int | None, CudaLanes]
     ) -> None:
         own = model_runner._get_attention_backend(init_new_workspace=True)
         self._prompts = DirectForward(model_runner, own)
@@ -362,11 +319,8 @@ class StreamedHalves:
         self.shares = tuple(lanes)
 
     def run(
-        self,
-        stock_forward: Callable[[ForwardBatch], Any],
-        halves: BatchHalves,
-        sm_share: int | None,
-    ) -> tuple[LogitsProcessorOutput, LogitsProcessorOutput]:
+        self, stock_forward: StockForward, halves: BatchHalves, sm_share: int | None
+    ) -> HalfOutputs:
         done = run_in_lanes(
             self._lanes[sm_share],
             lambda: self.alone(stock_forward, halves.decodes),
@@ -379,9 +333,13 @@ class StreamedHalves:
         return done
 
     def alone(
-        self, stock_forward: Callable[[ForwardBatch], Any], half: ForwardBatch
+        self, stock_forward: StockForward, half: ForwardBatch
     ) -> LogitsProcessorOutput:
         if half.forward_mode.is_decode():
             return stock_forward(half).logits_output
         with _published(self._runner, self._prompts.backend):
             return self._prompts(half)
+
+
+HalfForwards: TypeAlias = ThreadedHalves | StreamedHalves
+"""Runs the halves of a step."""

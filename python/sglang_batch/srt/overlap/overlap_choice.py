@@ -24,8 +24,7 @@ SM_SHARES = (72, 88, 104, 120)
 def overlap_by_default(scheduler: Any) -> OverlappedSteps | None:
     """The splitting of a scheduler's mixed steps, or None if all run as one forward.
 
-    Args:
-        scheduler: SGLang's, with its memory pools and CUDA graphs.
+    scheduler: SGLang's, with its memory pools and CUDA graphs.
     """
     runner = scheduler.tp_worker.model_runner
     setting = runner.server_args.offline_config.overlap
@@ -68,8 +67,7 @@ def _set_up(scheduler: Any, *, trial: bool) -> OverlappedSteps | None:
 def halves_of(model_runner: Any, sm_shares: tuple[int, ...] = ()) -> HalfForwards:
     """What runs the halves of a step on this machine.
 
-    Args:
-        sm_shares: limits of SMs for prompts to prepare, besides none.
+    sm_shares: limits of SMs for prompts to prepare, besides none.
     """
     if model_runner.device != "cuda":
         return ThreadedHalves(model_runner)
@@ -79,14 +77,17 @@ def halves_of(model_runner: Any, sm_shares: tuple[int, ...] = ()) -> HalfForward
 
 
 # Names of the number of experts in configurations of models.
+_RANKS = "several ranks, whose halves would need communicators of their own"
+_MIXTURE = "a mixture of experts in 16 or 32 bits"
+_TOKEN_DATA = "data that is returned for each token"
+_PREPARED = "a model that prepares its batches"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def why_never(model_runner: Any) -> str | None:
     """Why no step of a server is split, or None if steps may be.
 
-    Args:
-        model_runner: SGLang's, with its attention backend and pools.
+    model_runner: SGLang's, with its attention backend and pools.
     """
     arguments, model = model_runner.server_args, model_runner.model_config
     parallel = get_parallel()
@@ -94,10 +95,7 @@ def why_never(model_runner: Any) -> str | None:
     on_gpu = model_runner.device == "cuda"
     found = (
         (not model_runner.is_generation, "a model that does not decode"),
-        (
-            ranks > 1,
-            "several ranks, whose halves would need communicators of their own",
-        ),
+        (ranks > 1, _RANKS),
         (not on_gpu and model_runner.device != "cpu", f"a {model_runner.device}"),
         (on_gpu and torch.version.hip is not None, "ROCm, where nobody has tried it"),
         (not model_runner.spec_algorithm.is_none(), "drafts"),
@@ -105,27 +103,18 @@ def why_never(model_runner: Any) -> str | None:
         (model.is_encoder_decoder, "an encoder-decoder model"),
         # A step that is run again after a fault would advance them twice.
         (keeps_states(model), "recurrent states"),
-        (
-            _is_unquantised_mixture(model_runner),
-            "a mixture of experts in 16 or 32 bits",
-        ),
+        (_is_unquantised_mixture(model_runner), _MIXTURE),
         (model_runner.lora_manager is not None, "adapters"),
         (is_deterministic(arguments), "deterministic inference"),
         (arguments.enable_torch_compile, "--enable-torch-compile"),
         (arguments.enable_two_batch_overlap, "--enable-two-batch-overlap"),
         (arguments.enable_pdmux, "--enable-pdmux"),
-        (
-            arguments.enable_return_routed_experts
-            or arguments.enable_return_indexer_topk,
-            "data that is returned for each token",
-        ),
+        (arguments.enable_return_routed_experts, _TOKEN_DATA),
+        (arguments.enable_return_indexer_topk, _TOKEN_DATA),
         (model_runner.canary_manager is not None, "--kv-canary"),
         (model_runner.hisparse_coordinator is not None, "sparse attention"),
-        (
-            hasattr(model_runner.model, "prepare_forward_batch")
-            or hasattr(model_runner.model, "prepare_for_forward"),
-            "a model that prepares its batches",
-        ),
+        (hasattr(model_runner.model, "prepare_forward_batch"), _PREPARED),
+        (hasattr(model_runner.model, "prepare_for_forward"), _PREPARED),
         (on_gpu and _has_workspaces(model_runner.model), "kernels with one workspace"),
     )
     return next((reason for applies, reason in found if applies), None)

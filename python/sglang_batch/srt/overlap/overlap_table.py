@@ -1,8 +1,7 @@
 """When a mixed step is faster as two forwards at the same time, by a table of trials.
 
-A mixed step computes prompts and decodes. As one forward it reads the weights once. As
-two at the same time, decodes and prompts, it reads them twice, and memory reads of the
-one run during the arithmetic of the other. Which is faster depends on the step's shape.
+As two forwards, decodes and prompts, a mixed step reads the weights twice, and memory reads of
+the one run during the arithmetic of the other. Which is faster depends on the step's shape.
 A trial measures some shapes (:class:`TrialCell`), and :class:`OverlapTable` decides for
 each step from the nearest of them.
 """
@@ -71,11 +70,6 @@ class TrialCell:
         """By how much splitting is faster: 0.05 is 5 %, a negative number slower."""
         return self.fused_s / self.split_s - 1
 
-    @property
-    def is_on(self) -> bool:
-        """Whether steps of exactly this shape are split."""
-        return self.gain >= MIN_SPLIT_GAIN
-
 
 @dataclass(frozen=True, slots=True)
 class OverlapChoice:
@@ -92,8 +86,7 @@ class OverlapChoice:
 class OverlapTable:
     """The decision for each mixed step, from measured shapes.
 
-    Args:
-        cells: in any order. Of each shape and share the last one counts.
+    cells: in any order. Of each shape and share the last one counts.
     """
 
     def __init__(self, cells: Sequence[TrialCell]) -> None:
@@ -110,8 +103,7 @@ class OverlapTable:
 
         For each share, the gain is that of the nearest measured decodes (by rows and
         context, on a logarithmic scale), interpolated over the logarithm of prompt
-        tokens. The share with the largest gain is taken if that is ``MIN_SPLIT_GAIN`` or
-        more. Shapes far from all measured ones are not split.
+        tokens. The largest one counts. Shapes far from all measured ones are not split.
         """
         best: OverlapChoice | None = None
         for share, pairs in self._gains.items():
@@ -124,9 +116,10 @@ class OverlapTable:
     def on(self) -> tuple[TrialCell, ...]:
         """Of each shape that is split, its fastest cell."""
         fastest: dict[tuple[int, int, int], TrialCell] = {}
-        for cell in filter(lambda cell: cell.is_on, self.cells):
+        for cell in self.cells:
             shape = cell.prompt_tokens, cell.rows, cell.context
-            if shape not in fastest or cell.gain > fastest[shape].gain:
+            best = fastest[shape].gain if shape in fastest else -math.inf
+            if cell.gain >= MIN_SPLIT_GAIN and cell.gain > best:
                 fastest[shape] = cell
         return tuple(fastest.values())
 
@@ -135,8 +128,7 @@ class OverlapTable:
         """k of :func:`~.cost_model.overlapped` for steps that are split.
 
         The k with the least squared error of log seconds over the cells that are on,
-        between 1 and infinity: ``split = (prompts^k + decodes^k)^(1/k)``. 1, which is no
-        overlap, if none is on.
+        between 1 and infinity: ``split = (prompts^k + decodes^k)^(1/k)``. 1 if none is on.
         """
         cells = self.on
         if not cells:
@@ -157,11 +149,6 @@ class OverlapTable:
             low, high = float(grid[max(at - 1, 0)]), float(grid[min(at + 1, 40)])
         inverse = float(grid[at])
         return math.inf if inverse <= 0 else 1 / inverse
-
-    @property
-    def weight_reads(self) -> int:
-        """How often a step that is split reads the weights: 2, or 1 if none is."""
-        return 2 if self.on else 1
 
 
 def _gain_at(pairs: dict[tuple[int, int], dict[int, float]], step: MixedStep) -> float:

@@ -1,8 +1,7 @@
 """A trial at start: which shapes of mixed steps are faster as two forwards at once.
 
-It runs after CUDA graphs are captured and before the first request, on free KV. Each
-shape runs as one forward, split, and in its halves alone. The logits of both ways are
-compared first.
+It runs after CUDA graphs are captured, on free KV. Each shape runs as one forward, split, and
+in its halves alone. The logits of both ways are compared first.
 """
 
 from __future__ import annotations
@@ -14,15 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardBatch,
-    ForwardMode,
-)
+from sglang.srt.model_executor import forward_batch_info as info
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from ...errors import EngineError
 from .batch_halves import split
-from .overlap_table import OverlapTable, TrialCell
+from .overlap_table import MixedStep, OverlapTable, TrialCell
 from .overlapped_steps import OverlappedSteps
 
 logger = logging.getLogger(__name__)
@@ -44,20 +40,12 @@ _HOPELESS = -0.2
 _TOLERANCE = {4: 1e-3, 2: 0.05}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Shape:
-    prompt_tokens: int
-    rows: int
-    context: int
-
-
 class OverlapTrial:
     """Measures shapes on a server without requests.
 
-    Args:
-        scheduler: SGLang's, whose KV is free.
-        steps: splits the steps.
-        clock: seconds, for the times and for the budget.
+    scheduler: SGLang's, whose KV is free.
+    steps: splits the steps.
+    clock: seconds, for the times and for the budget.
     """
 
     def __init__(
@@ -82,12 +70,8 @@ class OverlapTrial:
         decodes: Sequence[tuple[int, int]] = DECODES,
         budget_s: float = BUDGET_S,
     ) -> OverlapTable:
-        """Measure shapes until the budget is used up, without limits of SMs first.
-
-        Args:
-            prompt_tokens, decodes: as ``PROMPT_TOKENS`` and ``DECODES``. What does not
-                fit the server is left out.
-            budget_s: seconds.
+        """Measure shapes that fit the server until the budget is used up, without limits of
+        SMs first.
 
         Raises:
             EngineError: the logits of a split step are not those of one forward.
@@ -104,30 +88,28 @@ class OverlapTrial:
             for share in limits:
                 if cell.gain < _HOPELESS or self._clock() > end:
                     break
-                shape = _Shape(cell.prompt_tokens, cell.rows, cell.context)
+                shape = MixedStep(cell.prompt_tokens, cell.rows, cell.context)
                 cells.append(self._measure(shape, share, of=cell))
         return OverlapTable(cells)
 
     def _shapes(
         self, prompt_tokens: Sequence[int], decodes: Sequence[tuple[int, int]]
-    ) -> Iterator[_Shape]:
+    ) -> Iterator[MixedStep]:
         seen = set()
         for tokens in prompt_tokens:
             for wanted, context in decodes:
-                rows = min(wanted, self._max_rows - self._num_prompts(tokens))
+                num_prompts = -(-tokens // _LONGEST_PROMPT)
+                rows = min(wanted, self._max_rows - num_prompts)
                 while context > _LEAST_CONTEXT and not self._fits(
-                    shape := _Shape(tokens, rows, context)
+                    MixedStep(tokens, rows, context)
                 ):
                     context //= 2
-                shape = _Shape(tokens, rows, context)
+                shape = MixedStep(tokens, rows, context)
                 if rows > 0 and self._fits(shape) and shape not in seen:
                     seen.add(shape)
                     yield shape
 
-    def _num_prompts(self, tokens: int) -> int:
-        return -(-tokens // _LONGEST_PROMPT)
-
-    def _fits(self, shape: _Shape) -> bool:
+    def _fits(self, shape: MixedStep) -> bool:
         total = sum(map(self._in_pages, self._lengths(shape)))
         longest = self._runner.req_to_token_pool.req_to_token.shape[1]
         return (
@@ -140,16 +122,16 @@ class OverlapTrial:
     def _in_pages(self, tokens: int) -> int:
         return -(-tokens // self._page_size) * self._page_size
 
-    def _lengths(self, shape: _Shape) -> list[int]:
+    def _lengths(self, shape: MixedStep) -> list[int]:
         """KV tokens of each row, prompts first."""
         whole, rest = divmod(shape.prompt_tokens, _LONGEST_PROMPT)
         prompts = [_LONGEST_PROMPT] * whole + [rest] * bool(rest)
-        return [*prompts, *[shape.context] * shape.rows]
+        return [*prompts, *[int(shape.context)] * shape.rows]
 
     # Measurements ---------------------------------------------------------------------
 
     def _measure(
-        self, shape: _Shape, share: int | None, of: TrialCell | None = None
+        self, shape: MixedStep, share: int | None, of: TrialCell | None = None
     ) -> TrialCell:
         """One cell. Times that do not depend on the share are taken from ``of``."""
         lengths = self._lengths(shape)
@@ -157,18 +139,13 @@ class OverlapTrial:
         if slots is None:
             raise EngineError("no KV is free for the trial of split steps")
         try:
-            batch = self._batch(shape, lengths, slots)
-            return self._time(shape, share, batch, of)
+            return self._time(shape, share, self._batch(shape, lengths, slots), of)
         finally:
             self._runner.req_to_token_pool.req_to_token[1 : 1 + len(lengths)] = 0
             self._allocator.free(slots)
 
     def _time(
-        self,
-        shape: _Shape,
-        share: int | None,
-        batch: ForwardBatch,
-        of: TrialCell | None,
+        self, shape: MixedStep, share: int | None, batch: Any, of: TrialCell | None
     ) -> TrialCell:
         runner, steps = self._runner, self._steps
 
@@ -191,7 +168,7 @@ class OverlapTrial:
         return TrialCell(
             prompt_tokens=shape.prompt_tokens,
             rows=shape.rows,
-            context=shape.context,
+            context=int(shape.context),
             sm_share=share,
             fused_s=fused_s,
             split_s=self._seconds(halves),
@@ -227,7 +204,7 @@ class OverlapTrial:
     # A batch --------------------------------------------------------------------------
 
     def _batch(
-        self, shape: _Shape, lengths: list[int], slots: torch.Tensor
+        self, shape: MixedStep, lengths: list[int], slots: torch.Tensor
     ) -> ForwardBatch:
         """A mixed batch over these KV slots, whose contents are as they were."""
         runner = self._runner
@@ -254,7 +231,7 @@ class OverlapTrial:
         seq_lens = seq_lens_cpu.to(device)
         rows = torch.arange(1, num_rows + 1, dtype=torch.int64)
         batch = ForwardBatch(
-            forward_mode=ForwardMode.MIXED,
+            forward_mode=info.ForwardMode.MIXED,
             batch_size=num_rows,
             input_ids=torch.arange(num_tokens, device=device) * 7919 % vocabulary,
             req_pool_indices=rows.to(device),
@@ -272,7 +249,7 @@ class OverlapTrial:
             extend_seq_lens_cpu=new,
             extend_prefix_lens_cpu=prefixes,
             spec_algorithm=runner.spec_algorithm,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
+            capture_hidden_mode=info.CaptureHiddenMode.NULL,
             contains_last_prefill_chunk=False,
         )
         if runner.model_config.model_is_mrope:

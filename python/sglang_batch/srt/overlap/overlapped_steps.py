@@ -18,7 +18,14 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunnerOutput
 
 from ..compat.scheduler_types import ScheduleBatch
-from .batch_halves import HalfForwards, join, split, wants_prompt_logprobs, why_whole
+from .batch_halves import (
+    HalfForwards,
+    StockForward,
+    join,
+    split,
+    wants_prompt_logprobs,
+    why_whole,
+)
 from .overlap_table import MixedStep, OverlapChoice, OverlapTable
 
 logger = logging.getLogger(__name__)
@@ -36,13 +43,10 @@ def always(step: MixedStep) -> OverlapChoice | None:
 
 
 class OverlappedSteps:
-    """The mixed steps of one model runner.
+    """The mixed steps of one model runner, whose forwards pass this object from now on.
 
-    Args:
-        model_runner: SGLang's. From now on its forwards pass this object.
-        halves: runs the two halves of a step.
-        policy: which steps to split, and how.
-        on_whole: called when a step that was announced as split runs as one forward.
+    policy: which steps to split, and how.
+    on_whole: called when a step that was announced as split runs as one forward.
     """
 
     def __init__(
@@ -94,21 +98,18 @@ class OverlappedSteps:
         self._next = rows, choice
         return rows
 
-    def forward(
-        self, stock: Callable[[ForwardBatch], ModelRunnerOutput], batch: ForwardBatch
-    ) -> ModelRunnerOutput:
-        """A forward of the model runner, split if it was announced as such.
-
-        Args:
-            stock: SGLang's own forward.
-        """
+    def forward(self, stock: StockForward, batch: ForwardBatch) -> ModelRunnerOutput:
+        """A forward of the model runner, split if it was announced as such."""
         announced, self._next = self._next, None
         if announced is None:
             return stock(batch)
         rows, choice = announced
         reason = why_whole(batch, rows)
         if reason is not None:
-            self._say_whole(reason)
+            if not self.counts["refused"]:
+                logger.info("A mixed step runs as one forward, because of %s.", reason)
+            self.counts["refused"] += 1
+            self.on_whole()
             return stock(batch)
         try:
             output = self.split_forward(stock, batch, rows, choice.sm_share)
@@ -125,16 +126,15 @@ class OverlappedSteps:
 
     def split_forward(
         self,
-        stock: Callable[[ForwardBatch], ModelRunnerOutput],
+        stock: StockForward,
         batch: ForwardBatch,
         rows: int,
         sm_share: int | None,
     ) -> ModelRunnerOutput:
         """The output of a mixed batch from two forwards at the same time.
 
-        Args:
-            rows: how many of its rows decode, the last ones.
-            sm_share: the SMs that prompts are limited to, of ``HalfForwards.shares``.
+        rows: how many of its rows decode, the last ones.
+        sm_share: the SMs that prompts are limited to.
         """
         halves = split(batch, rows, self._runner.kv_index_translator)
         decodes, prompts = self.halves.run(stock, halves, sm_share)
@@ -147,12 +147,6 @@ class OverlappedSteps:
         """The limits of SMs for prompts that steps can be split with."""
         return self.halves.shares
 
-    def _say_whole(self, reason: str) -> None:
-        if not self.counts["refused"]:
-            logger.info("A mixed step runs as one forward, because of %s.", reason)
-        self.counts["refused"] += 1
-        self.on_whole()
-
     @property
     def totals(self) -> dict[str, object]:
         """For ``/server_info``: mixed steps, those split, the fault, and the trial."""
@@ -164,7 +158,7 @@ class OverlappedSteps:
         if self.table is not None:
             totals["split_trial"] = [asdict(cell) for cell in self.table.cells]
             totals["split_exponent"] = self.table.exponent
-            totals["split_weight_reads"] = self.table.weight_reads
+            totals["split_weight_reads"] = 2 if self.table.on else 1
         return totals
 
 

@@ -1,10 +1,9 @@
 """Two forwards on two streams of a device, with an event before every shared use.
 
 A *lane* is a stream: the one that the step runs on, and one for each half. The order of
-work, events and memory is in :func:`run_in_lanes`, written against a small protocol.
-Tests run it with lanes that only record, and check that everything one lane reads of
-another was complete, and that no memory is given back too early. :class:`CudaLanes` are
-the streams of a GPU. Nobody has measured them yet.
+work, events and memory is in :func:`run_in_lanes`. Tests run it with lanes that only
+record, and check that everything one lane reads of another was complete, and that no
+memory is given back too early. Nobody has measured :class:`CudaLanes` yet.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import enum
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,49 +27,21 @@ class Lane(enum.Enum):
     PROMPTS = "prompts"
 
 
-class StepLanes(Protocol):
-    """What a split step needs of a device."""
-
-    def current(self, lane: Lane) -> AbstractContextManager[Any]:
-        """Launch the following work on a lane."""
-        ...
-
-    def record(self, lane: Lane) -> Any:
-        """An event that is complete when all work launched on the lane so far is."""
-        ...
-
-    def wait(self, lane: Lane, event: Any) -> None:
-        """Have later work on a lane wait for an event."""
-        ...
-
-    def keep(self, tensor: torch.Tensor, lane: Lane) -> None:
-        """Once a tensor is freed, do not reuse its memory before the lane's work until
-        then is complete."""
-        ...
-
-
 def run_in_lanes(
-    lanes: StepLanes,
+    lanes: CudaLanes,
     decodes: Callable[[], _Output],
     prompts: Callable[[], _Output],
     outputs_of: Callable[[_Output], Iterable[torch.Tensor]],
 ) -> tuple[_Output, _Output]:
-    """Run both halves, each on its lane. Work that follows on the step's lane waits.
+    """The outputs of both halves, each on its lane. Work that follows on the step's lane waits,
+    also if a half raises.
 
-    What the step's lane has made may be read by the halves, if it is not given back
-    before this returns. What a half has made is read on the step's lane, and its memory
-    belongs to the lane of the half, so that it is kept for the reader.
+    The halves may read memory of the step's lane that is not given back before this returns.
+    The step's lane reads the outputs, whose memory belongs to the lane of the half, so that it
+    is kept for the reader.
 
-    Args:
-        decodes: launches the decodes, usually one CUDA graph, so they go first.
-        prompts: launches the prompts.
-        outputs_of: the tensors of an output, which the step's lane reads.
-
-    Returns:
-        The outputs of decodes and prompts.
-
-    Raises:
-        Exception: that of a half. The step's lane then waits for the launched work.
+    decodes: launches the decodes, usually one CUDA graph, so they go first.
+    outputs_of: the tensors of an output, which the step's lane reads.
     """
     begin = lanes.record(Lane.STEP)
     ends = []
@@ -106,9 +77,8 @@ class CudaLanes:
     Decodes have a stream of high priority on the whole GPU. Where they leave room,
     prompts run at the same time, on a stream of low priority.
 
-    Args:
-        decodes: the stream of the decodes, the same for all shares.
-        prompts: the stream of the prompts, which may be limited to some SMs.
+    decodes: the stream of the decodes, the same for all shares.
+    prompts: the stream of the prompts, which may be limited to some SMs.
     """
 
     def __init__(self, decodes: torch.cuda.Stream, prompts: torch.cuda.Stream) -> None:
@@ -118,30 +88,30 @@ class CudaLanes:
         return self._streams.get(lane) or torch.cuda.current_stream()
 
     def current(self, lane: Lane) -> AbstractContextManager[Any]:
+        """Launch the following work on a lane."""
         context: AbstractContextManager[Any] = torch.cuda.stream(self._stream(lane))
         return context
 
     def record(self, lane: Lane) -> torch.cuda.Event:
+        """An event that is complete when all work launched on the lane so far is."""
         event = torch.cuda.Event()
         event.record(self._stream(lane))
         return event
 
     def wait(self, lane: Lane, event: torch.cuda.Event) -> None:
+        """Have later work on a lane wait for an event."""
         self._stream(lane).wait_event(event)
 
     def keep(self, tensor: torch.Tensor, lane: Lane) -> None:
+        """Do not reuse a freed tensor's memory before the lane's work so far is complete."""
         if tensor.is_cuda:
             tensor.record_stream(self._stream(lane))
 
 
 def lanes_by_share(shares: Sequence[int]) -> dict[int | None, CudaLanes]:
-    """Lanes for each share of SMs that prompts may be limited to, and for no limit.
+    """Lanes for each share of SMs that the GPU has, and for no limit, which is the key None.
 
-    A limit is a green context. Where the driver, PyTorch or the GPU has none, only the
-    priorities of the streams are left, which is the key None.
-
-    Args:
-        shares: numbers of SMs, of which those that the GPU does not have are left out.
+    A limit is a green context, which the driver, PyTorch or the GPU may not have.
     """
     decodes = torch.cuda.Stream(priority=_FIRST)
     lanes: dict[int | None, CudaLanes] = {

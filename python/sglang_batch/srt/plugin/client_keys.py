@@ -23,61 +23,48 @@ from ..compat.server_types import EngineRequest, TokenizerManager
 from ..engine.request_ids import has_our_id
 
 SOURCE = "sglang-batch: keys"
+_KEY_OPTIONS = ("api_key", "admin_api_key")
+
+
+def _flag(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
 
 
 def check_client_keys(values: Mapping[str, object], config: OfflineBatchConfig) -> None:
     """Refuse arguments that would open a server with keys, before a model is loaded.
 
-    Args:
-        values: SGLang's server arguments by name.
-
     Raises:
         ConfigError: calls could avoid the keys, or the file of keys is invalid.
     """
-    flags = [
-        f"--{n.replace('_', '-')}"
-        for n in ("api_key", "admin_api_key")
-        if values.get(n)
-    ]
+    flags = [_flag(name) for name in _KEY_OPTIONS if values.get(name)]
     if config.api_keys is not None:
         flags.append("api_keys in --offline-batch-config")
     if not flags:
         return
-    workers = values.get("tokenizer_worker_num")
-    for name, given, why in (
-        (
-            "--tokenizer-worker-num above 1",
-            isinstance(workers, int) and workers > 1,
-            "SGLang's workers check no key",
-        ),
-        (
-            "--grpc-port",
-            values.get("grpc_port") is not None,
-            "calls over gRPC carry no key",
-        ),
-    ):
-        if given:
-            raise ConfigError(
-                f"{flags[-1]} does not work with {name}: {why}; drop one of the two."
-            )
+    workers, wrong = values.get("tokenizer_worker_num"), ""
+    if isinstance(workers, int) and workers > 1:
+        wrong = "--tokenizer-worker-num above 1: SGLang's workers check no key"
+    elif values.get("grpc_port") is not None:
+        wrong = "--grpc-port: calls over gRPC carry no key"
+    if wrong:
+        raise ConfigError(
+            f"{flags[-1]} does not work with {wrong}; drop one of the two."
+        )
     if config.api_keys is None:
         return
     named = read_api_keys(config.api_keys)
-    for option in ("api_key", "admin_api_key"):
+    for option in _KEY_OPTIONS:
         key = str(values.get(option) or "")
         caller = named.get(digest(key.encode()))
         if caller is not None:
             raise ConfigError(
-                f"--{option.replace('_', '-')} is also the key of {caller.name!r} in "
+                f"{_flag(option)} is also the key of {caller.name!r} in "
                 f"{config.api_keys}, which would have two roles; use different keys."
             )
 
 
 class ServerKeys:
-    """The keys that a server was started with.
-
-    Args:
-        config: may name a file of keys.
+    """The keys that a server was started with, also in the file that its settings name.
 
     Raises:
         ConfigError: the file of keys is invalid.
@@ -126,10 +113,7 @@ def count_online_usage(manager: TokenizerManager, access: AccessControl) -> None
     """Count the calls that a tokenizer manager answers from now on.
 
     It answers every kind of call in one method, in the task of the call or in one that it
-    started. Lines of batches come from tasks of no call: they are counted when their
-    results are written.
-
-    Clients' requests get ids from SGLang, whatever id they ask for: when a call is
+    started. Clients' requests get ids from SGLang, whatever id they ask for: when a call is
     dropped, SGLang aborts every request whose id begins with that of the call.
     """
     generate = manager.generate_request
@@ -157,9 +141,8 @@ async def _counting(
     newest: dict[int, Mapping[str, Any]] = {}
     try:
         async for answer in answers:
-            for place, one in enumerate(
-                answer if isinstance(answer, list) else [answer]
-            ):
+            found = answer if isinstance(answer, list) else [answer]
+            for place, one in enumerate(found):
                 newest[one.get("index", place)] = one.get("meta_info", {})
             yield answer
     finally:
@@ -170,12 +153,7 @@ async def _counting(
 
 
 def used_by(newest: Mapping[int, Mapping[str, Any]], num_samples: int) -> Counter[str]:
-    """The usage of a call.
-
-    Args:
-        newest: SGLang's last report on each answer, by its index.
-        num_samples: answers to each prompt.
-    """
+    """The usage of a call with so many answers to each prompt, by SGLang's last reports."""
     used = Counter(calls=1)
     for index, report in newest.items():
         used["output_tokens"] += report.get("completion_tokens") or 0

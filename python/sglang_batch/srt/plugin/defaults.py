@@ -13,32 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sglang.srt.arg_groups.overrides import (
-    declare_resolution,
-    model_config_of,
-    resolving_view,
-)
+from sglang.srt.arg_groups import overrides
+from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
 from ...errors import ConfigError, ExitStatus
 from ...planner.choosing.ways import MOST_GRAPH_ROWS
+from ..compat import support, tiers
 from ..compat.offline_hooks import is_offline
-from ..compat.support import (
-    CACHE_BACKEND,
-    SET_BY_SGLANG,
-    STOCK_SCHEDULER,
-    check_deterministic,
-    check_host_receive,
-    check_supported,
-    found_limits,
-    is_deterministic,
-)
-from ..compat.tiers import (
-    check_drafts,
-    check_model,
-    check_sent_whole,
-    keeps_states,
-)
 from ..engine.cpu_memory import limit_cpu_memory
 
 if TYPE_CHECKING:
@@ -64,7 +46,6 @@ def register() -> None:
 
 
 def _register(name: str, step: Callable[[ServerArgs, ResolutionStep], None]) -> None:
-    """Have our step wrap SGLang's for the arguments of offline engines."""
 
     def ours(server_args: ServerArgs, previous: ResolutionStep) -> None:
         if is_offline(server_args):
@@ -73,6 +54,10 @@ def _register(name: str, step: Callable[[ServerArgs, ResolutionStep], None]) -> 
             previous(server_args)
 
     register_resolution_hook(name)(ours)
+
+
+def _declare(server_args: ServerArgs, **fields: Any) -> None:
+    overrides.declare_resolution(server_args, "offline_batch", **fields)
 
 
 def undo(_result: None, engine: Any) -> None:
@@ -87,15 +72,15 @@ def _resolve(server_args: ServerArgs, previous: ResolutionStep) -> None:
     global _gc_before
     previous(server_args)
     # Answers include counts of cached tokens, like OpenAI's, and progress shows them.
-    declare_resolution(server_args, "offline_batch", enable_cache_report=True)
+    _declare(server_args, enable_cache_report=True)
     config = server_args.offline_config
     view = resolving_view(server_args)
     if config.sleep_on_idle:
-        declare_resolution(server_args, "offline_batch", sleep_on_idle=True)
+        _declare(server_args, sleep_on_idle=True)
     if view.gc_threshold is None:
         # Which SGLang sets for the process.
         _gc_before = _gc_before or gc.get_threshold()
-        declare_resolution(server_args, "offline_batch", gc_threshold=GC_THRESHOLD)
+        _declare(server_args, gc_threshold=GC_THRESHOLD)
     mode = view.disaggregation_mode
     if (
         mode == "decode"
@@ -105,38 +90,32 @@ def _resolve(server_args: ServerArgs, previous: ResolutionStep) -> None:
     ):
         # SGLang would choose a pool of pinned memory, for which it needs CUDA, and which
         # offloading has no use for.
-        declare_resolution(
+        _declare(
             server_args,
-            "offline_batch",
             disaggregation_decode_retraction_backup="cpu_tensor",
         )
     if config.scheduler == "offline":
         mixed = view.enable_mixed_chunk or config.mixed_chunk
-        if config.mixed_chunk is None and not is_deterministic(view):
+        if config.mixed_chunk is None and not support.is_deterministic(view):
             wanted = view.device != "cpu" or config.overlap == "on"
             mixed = view.enable_mixed_chunk or wanted
         if mode != "null":
             mixed = False  # there are no decodes to mix prompts with
-        declare_resolution(
+        _declare(
             server_args,
-            "offline_batch",
-            radix_cache_backend=CACHE_BACKEND,
+            radix_cache_backend=support.CACHE_BACKEND,
             enable_mixed_chunk=bool(mixed),
             # SGLang's copies KV that the plan does not need. Ours takes its sizes.
             enable_hierarchical_cache=False,
         )
-        rows = _graph_rows(view)
-        if rows is not None:
-            declare_resolution(
-                server_args, "offline_batch", cuda_graph_max_bs_decode=rows
-            )
+        if (rows := _graph_rows(view)) is not None:
+            _declare(server_args, cuda_graph_max_bs_decode=rows)
 
 
 def _graph_rows(view: ServerArgs) -> int | None:
     """Rows of the largest decode CUDA graph: as many as may run.
 
-    SGLang's default stops at 256 or 512, and larger steps would be launched operator by
-    operator. None where that default is right, or the graphs are given otherwise.
+    SGLang's default stops at 256 or 512. None where it is right, or the graphs are given.
     """
     given = (
         view.cuda_graph_max_bs_decode,
@@ -154,7 +133,7 @@ def _graph_rows(view: ServerArgs) -> int | None:
 
 def _check(server_args: ServerArgs, previous: ResolutionStep) -> None:
     with _said_in_one_line(server_args):
-        check_host_receive(resolving_view(server_args))
+        support.check_host_receive(resolving_view(server_args))
         if server_args.offline_config.scheduler == "offline":
             _check_model(server_args, previous)
         else:
@@ -165,9 +144,9 @@ def _check(server_args: ServerArgs, previous: ResolutionStep) -> None:
 def _check_deterministic(server_args: ServerArgs, previous: ResolutionStep) -> None:
     previous(server_args)
     config, view = server_args.offline_config, resolving_view(server_args)
-    if config.scheduler == "offline" and is_deterministic(view):
+    if config.scheduler == "offline" and support.is_deterministic(view):
         with _said_in_one_line(server_args):
-            check_deterministic(view, config)
+            support.check_deterministic(view, config)
 
 
 @contextmanager
@@ -184,39 +163,32 @@ def _said_in_one_line(server_args: ServerArgs) -> Iterator[None]:
 
 
 def _check_model(server_args: ServerArgs, previous: ResolutionStep) -> None:
-    check_model(model_config_of(server_args), hybrid_swa_disabled=True)
-    if keeps_states(model_config_of(server_args)):
+    tiers.check_model(model_config_of(server_args), hybrid_swa_disabled=True)
+    if tiers.keeps_states(model_config_of(server_args)):
         _keep_states_anywhere(server_args)
     previous(server_args)
     resolved = resolving_view(server_args)
-    check_supported(
-        {name: getattr(resolved, name) for name in SET_BY_SGLANG}, SET_BY_SGLANG
+    support.check_supported(
+        {name: getattr(resolved, name) for name in support.SET_BY_SGLANG},
+        support.SET_BY_SGLANG,
     )
-    tier = check_model(
+    tier = tiers.check_model(
         model_config_of(server_args),
         hybrid_swa_disabled=resolved.disable_hybrid_swa_memory,
     )
     if resolved.disaggregation_mode == "prefill":
-        check_sent_whole(tier.without_offloading(*found_limits(resolved)))
-    if resolved.speculative_algorithm:
-        check_drafts(
-            model_config_of(server_args),
-            resolved.speculative_algorithm,
-            resolved.pp_size,
-        )
+        tiers.check_sent_whole(tier.without_offloading(*support.found_limits(resolved)))
+    if drafts := resolved.speculative_algorithm:
+        tiers.check_drafts(model_config_of(server_args), drafts, resolved.pp_size)
 
 
 def _keep_states_anywhere(server_args: ServerArgs) -> None:
-    """Have the states of a recurrent model kept wherever a prompt is cut.
-
-    With its other strategies SGLang keeps them at multiples of a few dozen tokens, where
-    hardly a prefix ends.
-    """
+    """Have the states of a recurrent model kept wherever a prompt is cut, and not at multiples
+    of a few dozen tokens, where hardly a prefix ends."""
     view = resolving_view(server_args)
     check_states_anywhere(view.mamba_radix_cache_strategy, view.page_size)
-    declare_resolution(
+    _declare(
         server_args,
-        "offline_batch",
         mamba_radix_cache_strategy="no_buffer",
         disable_overlap_schedule=True,
     )
@@ -224,10 +196,6 @@ def _keep_states_anywhere(server_args: ServerArgs) -> None:
 
 def check_states_anywhere(strategy: str, page_size: int | None) -> None:
     """Refuse flags with which states are not kept at any token.
-
-    Args:
-        strategy: SGLang's ``--mamba-radix-cache-strategy``.
-        page_size: SGLang's ``--page-size``. None: its default.
 
     Raises:
         ConfigError: names the flag and the way out.
@@ -241,5 +209,5 @@ def check_states_anywhere(strategy: str, page_size: int | None) -> None:
         raise ConfigError(
             f"{wrong} does not work with the offline scheduler and a model with recurrent "
             f"layers, whose states are kept at the token where a prefix ends; drop it, or "
-            f"give {STOCK_SCHEDULER}."
+            f"give {support.STOCK_SCHEDULER}."
         )

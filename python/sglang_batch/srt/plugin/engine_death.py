@@ -1,11 +1,8 @@
 """Notifies listeners that a process of the engine died, before this process ends too.
 
-SGLang's scheduler sends its parent SIGQUIT when it fails, and so does SGLang's watchdog
-when a process ends silently. SGLang's handler ends all processes, and any data that is
-not on disk by then is lost.
-
-With several tokenizer workers, one of them runs the batches but the main process gets
-the signal. It passes the signal on to the workers and then ends them all.
+SGLang's scheduler sends its parent SIGQUIT when it fails, and so does SGLang's watchdog when
+a process ends silently. SGLang's handler ends all processes. With several tokenizer workers,
+one of them runs the batches but the main process gets the signal, and passes it on.
 """
 
 from __future__ import annotations
@@ -54,13 +51,9 @@ def tell(*_args: object, **_kwargs: object) -> None:
 
 @contextmanager
 def telling_workers() -> Iterator[None]:
-    """In this block, tokenizer workers are notified before SGLang's handler kills them.
-
-    Entered in the main process, after SGLang has set its handler of SIGQUIT and before
-    uvicorn starts the workers.
-    """
-    # Uvicorn would handle the signal itself and do nothing: the server would keep
-    # running without an engine, and every call would hang.
+    """In this block of the main process, tokenizer workers are notified before SGLang's
+    handler of SIGQUIT, which is set already, kills them."""
+    # Uvicorn would handle the signal itself and do nothing, and every call would hang.
     uvicorns = multiprocess.SIGNALS.pop(signal.SIGQUIT, None)
     kill_all = signal.getsignal(signal.SIGQUIT)
 

@@ -1,10 +1,8 @@
 """The entry point that SGLang calls in each of its processes.
 
-SGLang calls :func:`register` wherever it loads plugins. Without ``--offline-batch``
-the package only teaches SGLang the flag, with three hooks in the process that parses
-arguments. With it, the main process gets the HTTP routes and the implied defaults
-(:mod:`.main_process`), and each scheduler process gets
-:class:`~sglang_batch.srt.scheduler.scheduler.OfflineScheduler`
+Without ``--offline-batch`` the package only teaches SGLang the flag, with three hooks in the
+process that parses arguments. With it, the main process gets the HTTP routes and the implied
+defaults (:mod:`.main_process`), and each scheduler process our scheduler
 (:mod:`.scheduler_process`).
 """
 
@@ -27,7 +25,10 @@ def register() -> None:
         scheduler_process.hook_scheduler()
         scheduler_process.hook_detokenizer()
     elif not _is_sglang_child():
-        _hook_flag()
+        # Only the process that parses arguments pays for these imports.
+        from . import offline_server_args
+
+        offline_server_args.hook_flag()
         # SGLang swallows exceptions of plugins, and a release without the private API
         # that we override would call the flag unknown. Exit with the reason instead.
         if any(arg.startswith("--offline-batch") for arg in sys.argv[1:]):
@@ -43,10 +44,3 @@ def _is_sglang_child() -> bool:
     """Whether SGLang itself started this process (scheduler, detokenizer, ...)."""
     target = getattr(multiprocessing.current_process(), "_target", None)
     return str(getattr(target, "__module__", "")).startswith("sglang.")
-
-
-def _hook_flag() -> None:
-    # Only the process that parses arguments pays for these imports.
-    from . import offline_server_args
-
-    offline_server_args.hook_flag()

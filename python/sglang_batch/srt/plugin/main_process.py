@@ -8,25 +8,7 @@ from contextlib import contextmanager
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from ..compat import offline_hooks
-from ..compat.offline_hooks import (
-    ABORT_HOOK,
-    BATCH_SEND_HOOK,
-    ENGINE_DEATH_HOOK,
-    ENTER_HOOK,
-    HTTP_HOOKS,
-    LAUNCH_HOOK,
-    LIST_HOOK,
-    MAIN_PROCESS_HOOKS,
-    MESSAGE_HOOK,
-    REQUEST_HOOKS,
-    ROUTE_LABEL_HOOK,
-    SEND_HOOK,
-    SERVER_HOOK,
-    SHUTDOWN_HOOK,
-    check_hooks_took,
-    register_offline,
-)
+from ..compat import offline_hooks as hooks
 from ..compat.private_api import check_version
 
 # Whether the hooks are in place.
@@ -46,7 +28,7 @@ def enter_offline_main() -> None:
         with _same_event_loop():
             _hook_main()
         _entered = True
-    check_hooks_took(MAIN_PROCESS_HOOKS)
+    hooks.check_hooks_took(hooks.MAIN_PROCESS_HOOKS)
 
 
 def _hook_main() -> None:
@@ -56,14 +38,14 @@ def _hook_main() -> None:
 
     defaults.register()
     backend.register()
-    pooling.register_config_hook()
-    of = offline_hooks
-    around, after = HookType.AROUND, HookType.AFTER
-    register_offline(SERVER_HOOK, server_routes.run_server, around, of.first)
-    register_offline(LAUNCH_HOOK, processes.tell_of_schedulers, after, of.second)
-    register_offline(SHUTDOWN_HOOK, defaults.undo, after, of.own)
+    register, around, after = hooks.register_offline, HookType.AROUND, HookType.AFTER
+    model_config = pooling.after_model_config
+    register(hooks.MODEL_CONFIG_HOOK, model_config, after, hooks.first)
+    register(hooks.SERVER_HOOK, server_routes.run_server, around, hooks.first)
+    register(hooks.LAUNCH_HOOK, processes.tell_of_schedulers, after, hooks.second)
+    register(hooks.SHUTDOWN_HOOK, defaults.undo, after, hooks.own)
     _register_http_hooks()
-    of.apply()
+    hooks.apply()
 
 
 @contextmanager
@@ -86,8 +68,8 @@ def enter_tokenizer_worker() -> None:
         EngineError: a hook did not take effect.
     """
     _register_http_hooks()
-    offline_hooks.apply()
-    check_hooks_took(HTTP_HOOKS)
+    hooks.apply()
+    hooks.check_hooks_took(hooks.HTTP_HOOKS)
 
 
 def _register_http_hooks() -> None:
@@ -100,16 +82,15 @@ def _register_http_hooks() -> None:
 
     quiet_log.quiet_arguments()
     SGLangEngine.find_pairing = staticmethod(pairing.pairing_of)
-    of = offline_hooks
-    before, around = HookType.BEFORE, HookType.AROUND
-    register_offline(ENGINE_DEATH_HOOK, engine_death.tell, before, of.managers)
-    register_offline(ROUTE_LABEL_HOOK, calls.label_by_template, around, of.served)
-    register_offline(ENTER_HOOK, of.enter, before, of.own)
-    for target in REQUEST_HOOKS:
-        register_offline(target, request_checks.normalize, around, of.requested)
-    register_offline(MESSAGE_HOOK, request_checks.create_message, around, of.own)
-    register_offline(LIST_HOOK, list_calls.plan_list, around, of.own)
-    register_offline(SEND_HOOK, gathered_calls.gather, around, of.own)
-    register_offline(SEND_HOOK, pairing.pair_message, before, of.own)
-    register_offline(BATCH_SEND_HOOK, pairing.pair_messages, before, of.own)
-    register_offline(ABORT_HOOK, call_items.abort_unsent, before, of.own)
+    register, before, around = hooks.register_offline, HookType.BEFORE, HookType.AROUND
+    register(hooks.ENGINE_DEATH_HOOK, engine_death.tell, before, hooks.managers)
+    register(hooks.ROUTE_LABEL_HOOK, calls.label_by_template, around, hooks.served)
+    register(hooks.ENTER_HOOK, hooks.enter, before, hooks.own)
+    for target in hooks.REQUEST_HOOKS:
+        register(target, request_checks.normalize, around, hooks.requested)
+    register(hooks.MESSAGE_HOOK, request_checks.create_message, around, hooks.own)
+    register(hooks.LIST_HOOK, list_calls.plan_list, around, hooks.own)
+    register(hooks.SEND_HOOK, gathered_calls.gather, around, hooks.own)
+    register(hooks.SEND_HOOK, pairing.pair_message, before, hooks.own)
+    register(hooks.BATCH_SEND_HOOK, pairing.pair_messages, before, hooks.own)
+    register(hooks.ABORT_HOOK, call_items.abort_unsent, before, hooks.own)

@@ -1,9 +1,8 @@
 """``--offline-batch`` and its companions among SGLang's server arguments.
 
-With the flag, SGLang's argument record is an :class:`OfflineServerArgs`. Without it, the
-record has the stock class. SGLang pickles the record to every process that it starts.
-Un-pickling an :class:`OfflineServerArgs` marks a child process as part of an offline
-server, before any plugin is loaded there.
+With the flag, SGLang's argument record is an :class:`OfflineServerArgs`. SGLang pickles it to
+every process that it starts. Un-pickling marks a child process as part of an offline server,
+before any plugin is loaded there.
 """
 
 from __future__ import annotations
@@ -21,15 +20,9 @@ from sglang.srt.plugins import load_plugins
 
 from ...config import OfflineBatchConfig
 from ...errors import ConfigError, SGLangBatchError, did_you_mean, refuse
+from ..compat import support
 from ..compat.offline_hooks import FLAG_HOOKS
-from ..compat.support import (
-    ATTENTION_ARGUMENTS,
-    ATTENTION_BACKEND,
-    TRANSFER_BACKEND,
-    check_disaggregation,
-    check_supported,
-    config_in_mode,
-)
+from ..compat.support import ATTENTION_BACKEND, TRANSFER_BACKEND
 from .scheduler_process import enter_offline_child
 
 logger = logging.getLogger(__name__)
@@ -58,10 +51,7 @@ class OfflineServerArgs(stock.ServerArgs):  # type: ignore[misc]
         return rebuild, args
 
     def resolved_dict(self) -> dict[str, Any]:
-        """The arguments as SGLang logs them and shows them at /server_info.
-
-        SGLang's own include the keys.
-        """
+        """The arguments, without keys, as SGLang logs them and shows them at /server_info."""
         shown: dict[str, Any] = super().resolved_dict()
         hidden = {name: REDACTED for name in SECRETS if shown.get(name)}
         return shown | hidden
@@ -85,16 +75,13 @@ class OfflineServerArgs(stock.ServerArgs):  # type: ignore[misc]
 
     @property
     def offline_config(self) -> OfflineBatchConfig:
-        return _parsed(
-            self.offline_batch_config,
-            self.disaggregation_mode,
-            self.disaggregation_transfer_backend,
-        )
+        backend = self.disaggregation_transfer_backend
+        return _parsed(self.offline_batch_config, self.disaggregation_mode, backend)
 
 
 @cache  # read for each request of the server
 def _parsed(text: str | None, mode: object, backend: object) -> OfflineBatchConfig:
-    return config_in_mode(OfflineBatchConfig.from_json(text), mode, backend)
+    return support.config_in_mode(OfflineBatchConfig.from_json(text), mode, backend)
 
 
 def rebuild(
@@ -168,11 +155,14 @@ def from_cli_args(
         return record
     for name in COMPANIONS:
         if getattr(args, name, None) is not None:
-            flag = "--" + name.replace("_", "-")
-            refuse(f"{flag} needs --offline-batch.")
+            refuse(f"{_as_flag(name)} needs --offline-batch.")
     for name, value in ours(vars(args)):
-        refuse(f"--{name.replace('_', '-')} {value} needs --offline-batch.")
+        refuse(f"{_as_flag(name)} {value} needs --offline-batch.")
     return original(cls, args)
+
+
+def _as_flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def make_server_args(**kwargs: Any) -> stock.ServerArgs:
@@ -190,9 +180,8 @@ def make_server_args(**kwargs: Any) -> stock.ServerArgs:
         if kwargs.get("sleep_on_idle") is False:
             # The command line has no such choice, so it is a setting.
             settings = json.loads(kwargs.get("offline_batch_config") or "{}")
-            kwargs["offline_batch_config"] = json.dumps(
-                {"sleep_on_idle": False, **settings}
-            )
+            settings.setdefault("sleep_on_idle", False)
+            kwargs["offline_batch_config"] = json.dumps(settings)
         return OfflineServerArgs(**kwargs)
     for name in (FLAG, *COMPANIONS):
         if kwargs.pop(name, None):
@@ -204,7 +193,7 @@ def make_server_args(**kwargs: Any) -> stock.ServerArgs:
 
 def ours(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """SGLang's arguments that have a value of ours, which only an offline engine knows."""
-    for name in ATTENTION_ARGUMENTS:
+    for name in support.ATTENTION_ARGUMENTS:
         if values.get(name) == ATTENTION_BACKEND:
             yield name, ATTENTION_BACKEND
     name = "disaggregation_transfer_backend"
@@ -213,10 +202,9 @@ def ours(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 
 
 def _cut_prompts(values: dict[str, Any]) -> None:
-    """Take SGLang's default size where prompts must not be cut.
+    """Take SGLang's default size where prompts must not be cut, as evaluation harnesses ask.
 
-    Evaluation harnesses ask for that without being told to. A plan fills every step, and
-    answers do not depend on the size.
+    A plan fills every step, and answers do not depend on the size.
     """
     size = values.get("chunked_prefill_size")
     if isinstance(size, int) and size <= 0:
@@ -238,22 +226,22 @@ def _activate(values: dict[str, Any]) -> None:
     config = _parsed(values.get("offline_batch_config"), mode, backend)
     for name in UNSUPPORTED:
         if values.get(name):
-            flag = "--" + name.replace("_", "-")
+            flag = _as_flag(name)
             raise ConfigError(f"--offline-batch does not work with {flag}; drop one.")
     if envs.SGLANG_RUST_SERVER.get():
         raise ConfigError(
             "--offline-batch needs SGLang's Python server; unset SGLANG_RUST_SERVER."
         )
-    named = [values.get(name) for name in ATTENTION_ARGUMENTS]
+    named = [values.get(name) for name in support.ATTENTION_ARGUMENTS]
     if config.attention == "stock" and ATTENTION_BACKEND in named:
         raise ConfigError(
             f'attention="stock" contradicts --attention-backend {ATTENTION_BACKEND}; '
             "drop one."
         )
     check_client_keys(values, config)
-    check_disaggregation(values, config)
+    support.check_disaggregation(values, config)
     if config.scheduler == "offline":
-        check_supported(values)
+        support.check_supported(values)
         _cut_prompts(values)
     enter_offline_main()
     if config.scheduler == "offline":

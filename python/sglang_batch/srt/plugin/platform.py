@@ -2,9 +2,8 @@
 
 SGLang calls every installed ``sglang.srt.platforms`` entry point to find its platform.
 This one offers itself only where torch sees no accelerator, SGLang's own CPU kernels are
-not selected and no other platform plugin is installed. The stock install then serves
-models with torch-native ops, which is slow but exact: good enough for a laptop, for
-tests and for CI.
+not selected and no other platform plugin is installed. Models then run with torch-native ops,
+which is slow but exact: good enough for a laptop, for tests and for CI.
 """
 
 from __future__ import annotations

@@ -5,19 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from ..compat.offline_hooks import (
-    DP_CONTROLLER_HOOK,
-    FORWARD_HOOK,
-    GRAMMAR_COMPILER_HOOK,
-    GRAMMAR_HOOK,
-    GRAPH_VARIANTS_HOOK,
-    PENALTY_HOOK,
-    PREALLOC_QUEUE_HOOK,
-    RESULT_HOOKS,
-    SCHEDULER_HOOK,
-    TRANSFER_QUEUE_HOOK,
-    TRIM_HOOK,
-)
+from ..compat import offline_hooks as hooks
 
 if TYPE_CHECKING:  # it imports torch
     from ..compat.scheduler_types import AttentionBackend, ModelRunner
@@ -34,12 +22,7 @@ def offline_scheduler() -> str | None:
 
 
 def enter_offline_child(scheduler: str, mode: str) -> None:
-    """Mark this process as a child of an offline server.
-
-    Args:
-        scheduler: the setting of this name.
-        mode: SGLang's ``--disaggregation-mode``.
-    """
+    """Mark this process as a child of an offline server with this scheduler and mode."""
     global _offline_scheduler, _mode
     _offline_scheduler, _mode = scheduler, mode
 
@@ -64,46 +47,35 @@ def hook_scheduler() -> None:
     from ..scheduler.kv import planned_cache
     from . import quiet_log
 
+    register, around, after = HookRegistry.register, HookType.AROUND, HookType.AFTER
     quiet_log.quiet_scheduler()
-    pooling.register_config_hook()
-    pooling.register_pooler_hook()
+    model_config = pooling.after_model_config
+    hooks.register_offline(hooks.MODEL_CONFIG_HOOK, model_config, after, hooks.first)
+    register(hooks.LOAD_MODEL_HOOK, pooling.after_load_model, after)
     planned_cache.register()
     register_attention_backend(support.ATTENTION_BACKEND)(_make_attention)
     backend.register()
-    HookRegistry.register(SCHEDULER_HOOK, _scheduler_class(), HookType.REPLACE)
+    register(hooks.SCHEDULER_HOOK, _scheduler_class(), HookType.REPLACE)
     if (_offline_scheduler, _mode) == ("offline", "decode"):
-        from ..disaggregation import reception
+        from ..disaggregation.reception import HostPreallocQueue, HostTransferQueue
 
-        for target, queue in (
-            (PREALLOC_QUEUE_HOOK, reception.HostPreallocQueue),
-            (TRANSFER_QUEUE_HOOK, reception.HostTransferQueue),
-        ):
-            HookRegistry.register(target, queue, HookType.REPLACE)
+        register(hooks.PREALLOC_QUEUE_HOOK, HostPreallocQueue, HookType.REPLACE)
+        register(hooks.TRANSFER_QUEUE_HOOK, HostTransferQueue, HookType.REPLACE)
     if _offline_scheduler == "offline":
         from ..scheduler.kv import token_counts
 
-        HookRegistry.register(
-            PENALTY_HOOK, token_counts.count_by_place, HookType.AROUND
-        )
-    HookRegistry.register(GRAMMAR_HOOK, answer_ends.allow_one, HookType.AFTER)
-    HookRegistry.register(
-        GRAMMAR_COMPILER_HOOK, answer_ends.keep_to_json, HookType.AFTER
-    )
-    for target in RESULT_HOOKS:
-        HookRegistry.register(target, answer_ends.abort_marked, HookType.BEFORE)
-    HookRegistry.register(
-        GRAPH_VARIANTS_HOOK, attention_backend.variants_for, HookType.AROUND
-    )
-    HookRegistry.register(
-        FORWARD_HOOK, overlapped_steps.overlap_forward, HookType.AROUND
-    )
+        register(hooks.PENALTY_HOOK, token_counts.count_by_place, around)
+    register(hooks.GRAMMAR_HOOK, answer_ends.allow_one, after)
+    register(hooks.GRAMMAR_COMPILER_HOOK, answer_ends.keep_to_json, after)
+    for target in hooks.RESULT_HOOKS:
+        register(target, answer_ends.abort_marked, HookType.BEFORE)
+    register(hooks.GRAPH_VARIANTS_HOOK, attention_backend.variants_for, around)
+    register(hooks.FORWARD_HOOK, overlapped_steps.overlap_forward, around)
     # Imported only in the process that spreads requests over replicas.
     if "sglang.srt.managers.data_parallel_controller" in sys.modules:
         from ..engine import processes
 
-        HookRegistry.register(
-            DP_CONTROLLER_HOOK, processes.wait_for_messages, HookType.AROUND
-        )
+        register(hooks.DP_CONTROLLER_HOOK, processes.wait_for_messages, around)
 
 
 def hook_detokenizer() -> None:
@@ -114,7 +86,9 @@ def hook_detokenizer() -> None:
 
     from ..scheduler import answer_ends
 
-    HookRegistry.register(TRIM_HOOK, answer_ends.trim_matched_stop, HookType.AROUND)
+    HookRegistry.register(
+        hooks.TRIM_HOOK, answer_ends.trim_matched_stop, HookType.AROUND
+    )
 
 
 def _scheduler_class() -> type:

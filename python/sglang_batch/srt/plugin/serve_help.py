@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 import runpy
 import sys
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -22,33 +21,22 @@ def install() -> None:
 
 
 class _LoadPluginsAfterImport(MetaPathFinder):
-    def find_spec(
-        self,
-        name: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, *args: object) -> ModuleSpec | None:
         if name != MODULE:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+        assert spec is not None and spec.loader is not None, "a module of SGLang"
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            from sglang.srt.plugins import load_plugins
+
+            execute(module)
+            load_plugins()
+
+        vars(spec.loader)["exec_module"] = exec_module
         return spec
-
-
-class _Loader(Loader):
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        from sglang.srt.plugins import load_plugins
-
-        self._loader.exec_module(module)
-        load_plugins()
 
 
 def exec_module(module: str, argv: list[str]) -> int:

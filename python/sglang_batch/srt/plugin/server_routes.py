@@ -38,21 +38,16 @@ logger = logging.getLogger(__name__)
 # What tokenizer workers, which inherit it, import as their app.
 APP_PATH = ("SGLANG_HTTP_SERVER_APP_PATH", "sglang_batch.srt.plugin.app:app")
 # Seconds after which SGLang kills a tokenizer worker that does not answer, unless the user
-# gives others. Their imports take longer than SGLang's 10 s on a busy machine, where it would kill and
-# start them for ever.
+# gives others. On a busy machine their imports take longer than SGLang's 10 s.
 WORKER_PATIENCE = ("SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT", "60")
 
 
 def run_server(
-    original: Callable[..., None],
-    server_args: OfflineArgs,
-    *args: object,
-    **kwargs: object,
+    original: Callable[..., None], server_args: OfflineArgs, *args: Any, **kwargs: Any
 ) -> None:
-    """AROUND hook on SGLang's ``_setup_and_run_http_server``.
+    """AROUND hook on SGLang's ``_setup_and_run_http_server``, with the engine's processes running.
 
-    The engine's processes are running and the app has not started yet. With several
-    tokenizer workers the app runs in processes of its own, see :mod:`.app`.
+    With several tokenizer workers the app runs in processes of its own, see :mod:`.app`.
     """
     keys = ServerKeys(server_args.offline_config)
     workers = server_args.tokenizer_worker_num
@@ -87,17 +82,15 @@ def _worker_environment() -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
+            os.environ.pop(name)
+            if value is not None:
                 os.environ[name] = value
 
 
 def attach(app: FastAPI, keys: ServerKeys | None = None) -> None:
     """Add the routes, and start and stop the batch service with the app.
 
-    Args:
-        keys: None in a tokenizer worker, which reads SGLang's arguments later.
+    keys: None in a tokenizer worker, which reads SGLang's arguments later.
     """
     app.add_middleware(KeyMiddleware)
     install(app)
@@ -120,20 +113,21 @@ def attach(app: FastAPI, keys: ServerKeys | None = None) -> None:
                 raise
             app.state.offline_batch_service = service
             try:
-                async with published(service, _has_metrics()), _counted(access):
+                manager = http_server.get_global_state().tokenizer_manager
+                metrics = bool(manager.server_args.enable_metrics)
+                async with published(service, metrics), _counted(access):
                     app.state.offline_batch_access = access
                     yield state
             finally:
                 await service.stop()
                 service.store.close()
-                await stop_pairing(http_server.get_global_state().tokenizer_manager)
+                await stop_pairing(manager)
 
     app.router.lifespan_context = lifespan
 
 
 @asynccontextmanager
 async def _counted(access: AccessControl) -> AsyncIterator[None]:
-    """Count the usage of the callers of online calls."""
     count_online_usage(http_server.get_global_state().tokenizer_manager, access)
     access.start()
     try:
@@ -143,33 +137,25 @@ async def _counted(access: AccessControl) -> AsyncIterator[None]:
         access.close()
 
 
-def _has_metrics() -> bool:
-    server_args = http_server.get_global_state().tokenizer_manager.server_args
-    return bool(server_args.enable_metrics)
-
-
 async def _start_service() -> BatchService:
     state = http_server.get_global_state()
-    server_args = state.tokenizer_manager.server_args
-    engine = await engine_of(state.tokenizer_manager, state.template_manager)
+    manager, server_args = state.tokenizer_manager, state.tokenizer_manager.server_args
+    engine = await engine_of(manager, state.template_manager)
     directory = Path(
         server_args.offline_batch_dir or platformdirs.user_data_path("sglang-batch")
     )
+    config = server_args.offline_config
     service = BatchService(
         BatchStore(directory),
-        server_args.offline_config,
+        config,
         server_name=f"pid {get_main_process_id()}",
-        answers=ModelAnswers(
-            server_args.offline_config, server_args.model_path, vars(server_args)
-        ),
+        answers=ModelAnswers(config, server_args.model_path, vars(server_args)),
     )
     if server_args.tokenizer_worker_num == 1:  # else one of several makes the plans
-        threading.Thread(
-            target=compile_planner, args=(service.config,), daemon=True
-        ).start()
+        threading.Thread(target=compile_planner, args=(config,), daemon=True).start()
     await service.start(engine, closing=lambda: engine.closing)
     assert service.runner is not None
-    runner, manager = service.runner, state.tokenizer_manager
+    runner = service.runner
     # The online requests of other workers are unknown here, so assume that there is one.
     others = ("",) if server_args.tokenizer_worker_num > 1 else ()
     engine_death.listen(lambda: runner.engine_died([*manager.rid_to_state, *others]))

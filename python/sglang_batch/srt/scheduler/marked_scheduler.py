@@ -11,7 +11,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
-from ..attention.attention_checks import check_attention_ranks
+from ..attention.attention_choice import check_attention_ranks
 from ..compat.job_control import (
     RunningQuery,
     RunningQueryOutput,

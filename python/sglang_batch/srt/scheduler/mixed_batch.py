@@ -18,7 +18,7 @@ from sglang.srt.managers.scheduler import NextBatchPlan
 from ...planner.costs.cost_model import mixing_loss_s
 from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
-from ..compat.scheduler_types import MixingScheduler, PrefillPlan, Req, ScheduleBatch
+from ..compat.scheduler_types import PrefillPlan, Req, ScheduleBatch, Scheduler
 
 
 def num_rows(req: Req) -> int:
@@ -26,7 +26,7 @@ def num_rows(req: Req) -> int:
     return 1 if req.beam_group is None else req.beam_group.beam_width
 
 
-def can_mix(scheduler: MixingScheduler, running_batch: ScheduleBatch) -> bool:
+def can_mix(scheduler: Scheduler, running_batch: ScheduleBatch) -> bool:
     if not scheduler.is_mixed_chunk:
         return False
     if not scheduler.beam_coordinator._num_live_groups:
@@ -40,7 +40,7 @@ def has_decodes(batch: ScheduleBatch) -> bool:
     return mode.is_decode() or (mode.is_extend() and bool(batch.decoding_reqs))
 
 
-def with_decodes(scheduler: MixingScheduler, plan: PrefillPlan) -> PrefillPlan:
+def with_decodes(scheduler: Scheduler, plan: PrefillPlan) -> PrefillPlan:
     """Mix a batch that SGLang left unmixed because of log probabilities."""
     batch, running = plan.batch_to_run, plan.running_batch
     if (
@@ -74,7 +74,7 @@ class StepsApart:
     """
 
     def __init__(
-        self, scheduler: MixingScheduler, jobs: OpenJobs, kv_accounting: KvAccounting
+        self, scheduler: Scheduler, jobs: OpenJobs, kv_accounting: KvAccounting
     ) -> None:
         self._scheduler = scheduler
         self._jobs = jobs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...planner.requests import ONLINE
 from ...scheduling.job_state import DEFAULT_EST_DECODE_STEPS, UNPLANNED_POSITION
 from ...scheduling.scheduled_request import ScheduledRequest
-from ..compat.scheduler_types import Req, ScheduleBatch, WaitingRequests
+from ..compat.scheduler_types import Req, ScheduleBatch, Scheduler
 from .engine_jobs import EngineJobs
 from .kv.kv_manager import KvManager
 from .kv.offloading import drain_results
@@ -19,7 +19,7 @@ class OnlineQueue:
     """SGLang's waiting queue, which holds online requests only."""
 
     def __init__(
-        self, scheduler: WaitingRequests, jobs: EngineJobs, kv_manager: KvManager
+        self, scheduler: Scheduler, jobs: EngineJobs, kv_manager: KvManager
     ) -> None:
         # Whether the KV of all tokens but the last of each request is on the host.
         self._on_host = jobs.decode_only

@@ -35,9 +35,9 @@ from ..compat.scheduler_types import (
     PrefillPlan,
     Req,
     ScheduleBatch,
-    StepScheduler,
+    Scheduler,
 )
-from ..engine.media_tokens import num_placeholders
+from ..engine.media import num_placeholders
 from .engine_jobs import EngineJobs
 from .kv.kv_manager import KvManager
 from .kv.token_counts import count_retracted
@@ -79,7 +79,7 @@ class PlanScheduler:
 
     def __init__(
         self,
-        scheduler: StepScheduler,
+        scheduler: Scheduler,
         jobs: EngineJobs,
         kv_manager: KvManager,
         online: OnlineQueue,

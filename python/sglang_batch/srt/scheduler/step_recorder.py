@@ -26,7 +26,7 @@ from ...scheduling.step_record import (
     StepRecord,
     StepSamples,
 )
-from ..compat.scheduler_types import MeteredScheduler
+from ..compat.scheduler_types import Scheduler
 from .kv.planned_cache import PlannedRadixCache
 
 if TYPE_CHECKING:
@@ -398,7 +398,7 @@ def _labelled(
 
 
 def step_metrics(
-    scheduler: MeteredScheduler, host_use: Callable[[], HostUse] = HostUse
+    scheduler: Scheduler, host_use: Callable[[], HostUse] = HostUse
 ) -> StepMetrics | None:
     """Metrics for an SGLang scheduler, with the labels of its own. None without
     --enable-metrics, and but for the first of the ranks and stages that do the same."""

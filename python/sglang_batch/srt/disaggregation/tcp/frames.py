@@ -1,9 +1,9 @@
 """Messages from a prefill rank to a decode rank over TCP, and back on the control socket.
 
-A frame on the TCP connection is a header of 17 bytes, a short description (msgpack) and a
+A frame on the TCP connection is a header of 16 bytes, a short description (msgpack) and a
 payload of raw bytes:
 
-    magic (4) | kind (1) | length of the description (4) | length of the payload (8)
+    magic (4) | length of the description (4) | length of the payload (8)
 
 Decode ranks answer on the control socket that SGLang opens for them. SGLang's own messages,
 which give a request up or report a failure, pass there as well.
@@ -14,12 +14,10 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Iterable
-from enum import IntEnum
-from typing import TypeVar
 
 import msgspec
 
-_HEADER = struct.Struct("!4sBIQ")
+_HEADER = struct.Struct("!4sIQ")
 _MAGIC = b"SBKV"
 MAX_DESCRIPTION = 1 << 16
 # Bytes of a payload. A sender cuts its pages so that a frame has fewer.
@@ -31,68 +29,47 @@ STALL_S = 30
 _KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 Buffer = bytes | bytearray | memoryview
-T = TypeVar("T")
 
 
 class BrokenFrame(Exception):
     """The bytes on a connection are no frame, or one that does not fit its request."""
 
 
-class Kind(IntEnum):
-    """What a frame is.
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The first frame, which names the sender.
 
-    HELLO: the first one, which names the sender.
-    PAGES: KV of some pages of a request, all buffers one after the other.
-    DONE: the request's metadata. All of its pages came before.
+    secret: sent by the decode rank to this prefill rank and to nobody else.
+    bootstrap_addr: the prefill server, by the address that the decode rank knows.
     """
-
-    HELLO = 1
-    PAGES = 2
-    DONE = 3
-
-
-class Hello(msgspec.Struct, frozen=True):
-    """secret: sent by the decode rank to this prefill rank and to nobody else.
-    bootstrap_addr: the prefill server, by the address that the decode rank knows."""
 
     secret: str
     bootstrap_addr: str
 
 
-class Pages(msgspec.Struct, frozen=True):
-    """Pages ``[first, first + count)`` of a request, counted behind its known prefix."""
+class Pages(msgspec.Struct, frozen=True, tag=True):
+    """Pages ``[first, first + count)`` of a request, counted behind its known prefix.
+
+    The payload has their KV, all buffers one after the other.
+    """
 
     room: int
     first: int
     count: int
 
 
-class Done(msgspec.Struct, frozen=True):
-    """num_pages: all pages of the request. rank: the prefill rank that sent them."""
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """The payload has the request's metadata. All of its pages came before.
+
+    num_pages: all pages of the request. rank: the prefill rank that sent them.
+    """
 
     room: int
     num_pages: int
     rank: int
 
 
-class Frame(msgspec.Struct, frozen=True):
-    """A frame as it was read. The payload is valid until the next one is read."""
-
-    kind: Kind
-    description: bytes
-    payload: memoryview
-
-
-def describe(frame: Frame, kind: type[T]) -> T:
-    """The description of a frame.
-
-    Raises:
-        BrokenFrame: it is none of this type.
-    """
-    try:
-        return msgspec.msgpack.decode(frame.description, type=kind)
-    except msgspec.MsgspecError as error:
-        raise BrokenFrame(f"a {frame.kind.name} frame: {error}") from None
+Description = Hello | Pages | Done
+_descriptions = msgspec.msgpack.Decoder(Description)
 
 
 def prepare_socket(connection: socket.socket) -> None:
@@ -109,10 +86,7 @@ def prepare_socket(connection: socket.socket) -> None:
 
 
 def send_frame(
-    connection: socket.socket,
-    kind: Kind,
-    description: msgspec.Struct,
-    payload: Iterable[Buffer] = (),
+    connection: socket.socket, description: Description, payload: Iterable[Buffer] = ()
 ) -> int:
     """Send a frame, and return the bytes of its payload.
 
@@ -122,10 +96,9 @@ def send_frame(
     encoded = msgspec.msgpack.encode(description)
     parts = [memoryview(part).cast("B") for part in payload]
     length = sum(len(part) for part in parts)
-    connection.sendall(_HEADER.pack(_MAGIC, kind, len(encoded), length) + encoded)
-    for part in parts:
-        if len(part):
-            connection.sendall(part)
+    connection.sendall(_HEADER.pack(_MAGIC, len(encoded), length) + encoded)
+    for part in filter(len, parts):
+        connection.sendall(part)
     return length
 
 
@@ -137,8 +110,11 @@ class FrameReader:
         self._header = bytearray(_HEADER.size)
         self._buffer = bytearray()
 
-    def read(self) -> Frame | None:
+    def read(self) -> tuple[Description, memoryview] | None:
         """The next frame. None if the peer closed the connection between two frames.
+
+        Returns:
+            Its description, and its payload, which is valid until the next frame is read.
 
         Raises:
             BrokenFrame: what came is no frame, ends within one, or stalls within one.
@@ -147,11 +123,9 @@ class FrameReader:
         header = memoryview(self._header)
         if not self._fill(header, may_end=True):
             return None
-        magic, number, description_len, payload_len = _HEADER.unpack(self._header)
+        magic, description_len, payload_len = _HEADER.unpack(self._header)
         if magic != _MAGIC:
             raise BrokenFrame(f"it begins with {magic!r} instead of {_MAGIC!r}")
-        if number not in list(Kind):
-            raise BrokenFrame(f"there are no frames of kind {number}")
         if description_len > MAX_DESCRIPTION or payload_len > MAX_PAYLOAD:
             raise BrokenFrame(
                 f"it announces {description_len} + {payload_len} bytes, and at most "
@@ -163,7 +137,10 @@ class FrameReader:
             self._buffer = bytearray(payload_len)
         payload = memoryview(self._buffer)[:payload_len]
         self._fill(payload)
-        return Frame(Kind(number), bytes(description), payload)
+        try:
+            return _descriptions.decode(description), payload
+        except msgspec.MsgspecError as error:
+            raise BrokenFrame(f"the description of a frame: {error}") from None
 
     def _fill(self, buffer: memoryview, *, may_end: bool = False) -> bool:
         """Read exactly these bytes. With ``may_end`` nothing may come at all."""
@@ -183,10 +160,6 @@ class FrameReader:
                 raise BrokenFrame("the connection ended within a frame")
             read += count
         return True
-
-
-REGISTER = b"SB_REGISTER"
-ROOM = b"SB_ROOM"
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -229,7 +202,7 @@ class Layout(msgspec.Struct, frozen=True):
         return None
 
 
-class Registration(msgspec.Struct, frozen=True):
+class Registration(msgspec.Struct, frozen=True, tag=True):
     """A decode rank, as a prefill rank gets to know it.
 
     session: names the decode rank and the address under which it knows the prefill
@@ -247,7 +220,7 @@ class Registration(msgspec.Struct, frozen=True):
     layout: Layout
 
 
-class RoomOpened(msgspec.Struct, frozen=True):
+class RoomOpened(msgspec.Struct, frozen=True, tag=True):
     """The decode rank has room for a request's KV behind ``prefix_len`` tokens."""
 
     room: int
@@ -255,10 +228,12 @@ class RoomOpened(msgspec.Struct, frozen=True):
     prefix_len: int
 
 
+_CONTROL = b"SB_CONTROL"
+
+
 def encode(message: Registration | RoomOpened) -> list[bytes]:
     """The parts of a message on the control socket."""
-    tag = REGISTER if isinstance(message, Registration) else ROOM
-    return [tag, msgspec.msgpack.encode(message)]
+    return [_CONTROL, msgspec.msgpack.encode(message)]
 
 
 def decode(parts: list[bytes]) -> Registration | RoomOpened | None:
@@ -267,8 +242,6 @@ def decode(parts: list[bytes]) -> Registration | RoomOpened | None:
     Raises:
         msgspec.MsgspecError: it is neither.
     """
-    if len(parts) != 2 or parts[0] not in (REGISTER, ROOM):
+    if len(parts) != 2 or parts[0] != _CONTROL:
         return None
-    if parts[0] == REGISTER:
-        return msgspec.msgpack.decode(parts[1], type=Registration)
-    return msgspec.msgpack.decode(parts[1], type=RoomOpened)
+    return msgspec.msgpack.decode(parts[1], type=Registration | RoomOpened)

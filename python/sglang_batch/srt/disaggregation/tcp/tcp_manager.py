@@ -38,11 +38,10 @@ class _DeviceMemory:
 class PageBuffers:
     """Buffers of equally many rows, which are read and written row by row.
 
-    Args:
-        addresses: of each buffer. Its memory must outlive this object.
-        lengths: bytes of each buffer.
-        row_lengths: bytes of a row of each buffer.
-        device: where the memory is, such as ``cpu`` or ``cuda:0``.
+    addresses: of each buffer. Its memory must outlive this object.
+    lengths: bytes of each buffer.
+    row_lengths: bytes of a row of each buffer.
+    device: where the memory is, such as ``cpu`` or ``cuda:0``.
     """
 
     def __init__(
@@ -103,9 +102,7 @@ class PageBuffers:
         return [memoryview(part.numpy()).cast("B") for part in parts]
 
     def write(self, rows: Indices, payload: memoryview) -> None:
-        """Write what :meth:`read` returned, one block after the other.
-
-        It is in place when the call returns.
+        """Write what :meth:`read` returned, one block after the other, before returning.
 
         Raises:
             IndexError: a row is outside the buffers.
@@ -145,12 +142,8 @@ class PageBuffers:
 class TcpManager(CommonKVManager):  # type: ignore[misc]
     """SGLang's registry of requests and prefill servers, with our buffers.
 
-    SGLang's base class has the control socket, the states of requests and the
-    registration with the bootstrap server.
-
     Raises:
-        EngineError: the model keeps more than KV, or its KV is spread in a way that
-            cannot be sent.
+        EngineError: the model keeps more than KV, or its KV is spread over ranks.
     """
 
     supports_host_destination = True

@@ -13,8 +13,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,19 +27,8 @@ from sglang.srt.disaggregation.common.conn import (
 )
 
 from ..prefill_calls import CALL_PATH, PrefillCall, authorization
-from .frames import (
-    BrokenFrame,
-    Done,
-    FrameReader,
-    Hello,
-    Kind,
-    Pages,
-    Registration,
-    RoomOpened,
-    describe,
-    encode,
-    prepare_socket,
-)
+from . import frames
+from .frames import BrokenFrame, Done, FrameReader, Hello, Pages
 from .tcp_manager import Indices, PageBuffers, TcpManager
 
 
@@ -53,46 +42,38 @@ class _Destination:
     received: int = 0
 
 
+@contextmanager
+def _fitting(payload: str) -> Iterator[None]:
+    """Rows or sizes that do not fit are those of a broken frame."""
+    try:
+        yield
+    except (IndexError, ValueError) as error:
+        raise BrokenFrame(f"{payload}: {error}") from None
+
+
 class Destinations:
     """The requests whose KV is expected, by room.
 
-    Args:
-        device: the KV pool.
-        host: host memory of the same rows, if there is any.
-        aux: the metadata that comes with the last page.
+    device: the KV pool.
+    host: host memory of the same rows, if there is any.
+    aux: the metadata that comes with the last page.
     """
 
     def __init__(
         self, device: PageBuffers, aux: PageBuffers, host: PageBuffers | None = None
     ) -> None:
         self._device = device
-        self._host = host
         self._aux = aux
+        self.host = host
         self._lock = threading.Lock()
         self._of_room: dict[int, _Destination] = {}
-
-    def __len__(self) -> int:
-        return len(self._of_room)
 
     def __contains__(self, room: int) -> bool:
         return room in self._of_room
 
-    @property
-    def has_host(self) -> bool:
-        """Whether KV can be received into host memory."""
-        return self._host is not None
-
-    def receive_on_host(self, pages: PageBuffers) -> None:
-        """Have KV that is opened with ``host`` written to these pages."""
-        self._host = pages
-
     def open(self, room: int, rows: Indices, aux_row: int, *, host: bool) -> None:
-        """Expect the pages of a room.
-
-        Args:
-            rows: of the KV pool, or of host memory with ``host``.
-        """
-        buffers = self._host if host else self._device
+        """Expect the pages of a room in these rows of the KV pool, or of host memory."""
+        buffers = self.host if host else self._device
         if buffers is None:
             raise ValueError("there is no host memory to receive KV into")
         with self._lock:
@@ -104,11 +85,7 @@ class Destinations:
             self._of_room.pop(room, None)
 
     def write(self, pages: Pages, payload: memoryview) -> None:
-        """Write pages of a room, which come in order.
-
-        Raises:
-            BrokenFrame: they do not fit the request.
-        """
+        """Write pages of a room, which come in order. BrokenFrame if they do not fit."""
         with self._lock:
             to = self._of_room.get(pages.room)
             if to is None:
@@ -119,17 +96,12 @@ class Destinations:
                     f"pages {pages.first} to {end} of room {pages.room} came after "
                     f"{to.received} of {len(to.rows)}"
                 )
-            try:
+            with _fitting(f"pages of room {pages.room}"):
                 to.buffers.write(to.rows[pages.first : end], payload)
-            except (IndexError, ValueError) as error:
-                raise BrokenFrame(f"pages of room {pages.room}: {error}") from None
             to.received = end
 
     def finish(self, done: Done, payload: memoryview) -> bool:
-        """Write the metadata of a room whose pages have all come, and close it.
-
-        Returns:
-            Whether the room was open.
+        """Write the metadata of a room whose pages have all come, and close it, if it is open.
 
         Raises:
             BrokenFrame: pages are missing, or the metadata has another size.
@@ -143,10 +115,8 @@ class Destinations:
                     f"room {done.room} ended after {to.received} of {len(to.rows)} "
                     f"pages, and {done.num_pages} were sent"
                 )
-            try:
+            with _fitting(f"metadata of room {done.room}"):
                 self._aux.write(np.array([to.aux_row]), payload)
-            except (IndexError, ValueError) as error:
-                raise BrokenFrame(f"metadata of room {done.room}: {error}") from None
             del self._of_room[done.room]
             return True
 
@@ -157,11 +127,10 @@ logger = logging.getLogger(__name__)
 class Listener:
     """Receives the KV that prefill ranks send to this rank, in a thread for each.
 
-    Args:
-        host: the address to listen on.
-        on_done: called with the end of each room's transfer.
-        on_lost: called with a prefill server's bootstrap address and the reason when one
-            of its connections ends. Its requests that are not done never will be.
+    host: the address to listen on.
+    on_done: called with the end of each room's transfer.
+    on_lost: called with a prefill server's bootstrap address and the reason when one
+        of its connections ends. Its requests that are not done never will be.
     """
 
     def __init__(
@@ -196,18 +165,16 @@ class Listener:
                 if not self._closed:
                     logger.error("No further connections for KV: %s", error)
                 return
+            serving = (connection, str(address[0]))
             threading.Thread(
-                target=self._serve,
-                args=(connection, str(address[0])),
-                name="kv-reader",
-                daemon=True,
+                target=self._serve, args=serving, name="kv-reader", daemon=True
             ).start()
 
     def _serve(self, connection: socket.socket, peer: str) -> None:
         sender, reason = "", "it closed the connection"
         try:
             with connection:
-                prepare_socket(connection)
+                frames.prepare_socket(connection)
                 reader = FrameReader(connection)
                 sender = self._greet(reader)
                 while self._receive(reader):
@@ -224,40 +191,29 @@ class Listener:
 
     def _greet(self, reader: FrameReader) -> str:
         """The bootstrap address of a sender that knows our secret."""
-        frame = reader.read()
-        if frame is None or frame.kind is not Kind.HELLO:
+        hello, _ = reader.read() or (None, None)
+        if not isinstance(hello, Hello):
             raise BrokenFrame("it does not begin with HELLO")
-        hello = describe(frame, Hello)
         if not secrets.compare_digest(hello.secret.encode(), self.secret.encode()):
             raise BrokenFrame("it does not know the secret of this decode rank")
         return hello.bootstrap_addr
 
     def _receive(self, reader: FrameReader) -> bool:
-        """Take a frame. False if there are no more."""
         frame = reader.read()
         if frame is None:
             return False
-        if frame.kind is Kind.PAGES:
-            self._destinations.write(describe(frame, Pages), frame.payload)
-        elif frame.kind is Kind.DONE:
-            done = describe(frame, Done)
-            if self._destinations.finish(done, frame.payload):
-                self._on_done(done)
-        else:
-            raise BrokenFrame(f"{frame.kind.name} came within a connection")
+        description, payload = frame
+        if isinstance(description, Pages):
+            self._destinations.write(description, payload)
+        elif isinstance(description, Hello):
+            raise BrokenFrame("HELLO came within a connection")
+        elif self._destinations.finish(description, payload):
+            self._on_done(description)
         return True
 
 
 # A prefill server that cannot work with this decode server, until its requests failed.
-_REFUSED = PrefillServerInfo(
-    attn_tp_size=1,
-    attn_cp_size=1,
-    dp_size=1,
-    pp_size=1,
-    page_size=None,
-    kv_cache_dtype=None,
-    follow_bootstrap_room=True,
-)
+_REFUSED = PrefillServerInfo(1, 1, 1, 1, None, None, follow_bootstrap_room=True)
 
 
 class TcpDecodeManager(TcpManager):
@@ -326,8 +282,7 @@ class TcpDecodeManager(TcpManager):
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Ask a bootstrap server once how its prefill server is laid out.
 
-        SGLang would end this process where the two do not fit. Here only the requests
-        for that prefill server fail.
+        Where the two do not fit, its requests fail, and not this process as in SGLang.
         """
         try:
             if not super().try_ensure_parallel_info(bootstrap_addr):
@@ -354,9 +309,8 @@ class TcpDecodeManager(TcpManager):
 
     def refusal_of(self, bootstrap_addr: str) -> str | None:
         """Why a prefill server cannot be used. The next request asks it again."""
-        refusal = self._refusals.get(bootstrap_addr)
+        refusal = self._refusals.pop(bootstrap_addr, None)
         if refusal is not None:
-            self._refusals.pop(bootstrap_addr, None)
             self.prefill_info_table.pop(bootstrap_addr, None)
         elif self.prefill_info_table.get(bootstrap_addr) is _REFUSED:
             refusal = "the prefill server does not fit this decode server"
@@ -365,9 +319,9 @@ class TcpDecodeManager(TcpManager):
     def session(self, bootstrap_addr: str) -> str:
         return f"{self.listener.secret}@{bootstrap_addr}"
 
-    def registration(self, bootstrap_addr: str) -> Registration:
+    def registration(self, bootstrap_addr: str) -> frames.Registration:
         """This rank, as a prefill server gets to know it."""
-        return Registration(
+        return frames.Registration(
             session=self.session(bootstrap_addr),
             host=str(self.local_ip),
             port=self.listener.port,
@@ -385,7 +339,7 @@ class TcpReceiver(CommonKVReceiver):  # type: ignore[misc]
 
     @property
     def supports_host_destination(self) -> bool:
-        return self.kv_mgr.destinations.has_host
+        return self.kv_mgr.destinations.host is not None
 
     def init(self, prefill_dp_rank: int) -> None:
         refusal = self.kv_mgr.refusal_of(self.bootstrap_addr)
@@ -396,7 +350,7 @@ class TcpReceiver(CommonKVReceiver):  # type: ignore[misc]
         self.conclude_state = KVPoll.Failed
 
     def _register_kv_args(self) -> bool:
-        message = encode(self.kv_mgr.registration(self.bootstrap_addr))
+        message = frames.encode(self.kv_mgr.registration(self.bootstrap_addr))
         return all(
             self._send_bootstrap_message(
                 bootstrap_info=info, message=message, operation="_register_kv_args"
@@ -424,10 +378,12 @@ class TcpReceiver(CommonKVReceiver):  # type: ignore[misc]
             self.bootstrap_room, kv_indices, aux_index, host=host
         )
         session = self.kv_mgr.session(self.bootstrap_addr)
-        opened = RoomOpened(self.bootstrap_room, session, int(decode_prefix_len or 0))
+        message = frames.encode(
+            frames.RoomOpened(self.bootstrap_room, session, int(decode_prefix_len or 0))
+        )
         for info in self.bootstrap_infos:
             if not self._send_bootstrap_message(
-                bootstrap_info=info, message=encode(opened), operation="send_metadata"
+                bootstrap_info=info, message=message, operation="send_metadata"
             ):
                 self.invalidate_cached_bootstrap_infos()
                 return

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,18 +21,8 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVSender,
 )
 
-from .frames import (
-    MAX_PAYLOAD,
-    Done,
-    Hello,
-    Kind,
-    Pages,
-    Registration,
-    RoomOpened,
-    decode,
-    prepare_socket,
-    send_frame,
-)
+from . import frames
+from .frames import Done, Hello, Pages, Registration, RoomOpened
 from .tcp_manager import Indices, PageBuffers, TcpManager
 
 logger = logging.getLogger(__name__)
@@ -42,52 +32,27 @@ CONNECT_S = 10.0
 FRAME_BYTES = 8 << 20
 
 
-class Event(Protocol):
-    """Work of the device that must be over before its KV is read."""
-
-    def synchronize(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Pages of a request that are computed.
+    """Pages of a request that are computed: the first one's position, and all rows.
 
-    first: the position of the first of them.
-    rows: their rows in the KV pool.
     aux_row: with the last pages of the request, the row of its metadata. Otherwise None.
-    after: what must be over before the pages are read.
+    after: events of the device that must be over before the pages are read.
     """
 
     room: int
     first: int
     rows: Indices
     aux_row: int | None
-    after: tuple[Event, ...] = ()
-
-
-class Rooms(Protocol):
-    """The states of requests, as the sender of a link sees them."""
-
-    def is_live(self, room: int) -> bool:
-        """Whether a request still wants its KV to be sent."""
-        ...
-
-    def sent(self, room: int) -> None:
-        """All KV of a request is on its way."""
-        ...
-
-    def failed(self, room: int, reason: str) -> None:
-        """The KV of a request will not be sent."""
-        ...
+    after: tuple[Any, ...] = ()
 
 
 class Link:
     """Sends KV to one decode rank, in the order in which it is given.
 
-    Args:
-        address: host and port of the decode rank's listener.
-        rank: the number of this prefill rank.
-        on_lost: called once, with this link and the reason, when the connection ends.
+    address: host and port of the decode rank's listener.
+    rank: the number of this prefill rank.
+    on_lost: called once, with this link and the reason, when the connection ends.
     """
 
     def __init__(
@@ -97,7 +62,7 @@ class Link:
         rank: int,
         kv: PageBuffers,
         aux: PageBuffers,
-        rooms: Rooms,
+        rooms: TcpPrefillManager,
         on_lost: Callable[[Link, str], None],
     ) -> None:
         self._address = address
@@ -129,12 +94,12 @@ class Link:
     def _run(self) -> None:
         try:
             connection = socket.create_connection(self._address, timeout=CONNECT_S)
-            prepare_socket(connection)
+            frames.prepare_socket(connection)
             self._connection = connection
             if self._lost:  # closed meanwhile
                 connection.close()
                 return
-            send_frame(connection, Kind.HELLO, self._hello)
+            frames.send_frame(connection, self._hello)
             threading.Thread(target=self._watch, name="kv-watch", daemon=True).start()
             while (chunk := self._chunks.get()) is not None:
                 self._send(connection, chunk)
@@ -151,20 +116,20 @@ class Link:
             if not self._rooms.is_live(chunk.room):
                 return
             pages = Pages(chunk.room, first, len(rows))
-            self.sent_bytes += send_frame(
-                connection, Kind.PAGES, pages, self._kv.read(rows)
-            )
+            self.sent_bytes += frames.send_frame(connection, pages, self._kv.read(rows))
         # The pages of a request that was given up may belong to another one by now, so
         # it must not end as if they were right.
         if chunk.aux_row is None or not self._rooms.is_live(chunk.room):
             return
         done = Done(chunk.room, chunk.first + len(chunk.rows), self._rank)
         aux = self._aux.read(np.array([chunk.aux_row]))
-        send_frame(connection, Kind.DONE, done, aux)
+        frames.send_frame(connection, done, aux)
         self._rooms.sent(chunk.room)
 
     def _parts(self, chunk: Chunk) -> Iterator[tuple[int, Indices]]:
-        most = max(1, min(FRAME_BYTES, MAX_PAYLOAD) // max(1, self._kv.row_bytes))
+        most = max(
+            1, min(FRAME_BYTES, frames.MAX_PAYLOAD) // max(1, self._kv.row_bytes)
+        )
         for start in range(0, len(chunk.rows), most):
             yield chunk.first + start, chunk.rows[start : start + most]
 
@@ -235,13 +200,12 @@ class TcpPrefillManager(TcpManager):
     # Requests -------------------------------------------------------------------------
 
     def is_live(self, room: int) -> bool:
+        """Whether a request still wants its KV to be sent."""
         return self.request_status.get(room) not in (None, KVPoll.Failed)
 
     def sent(self, room: int) -> None:
+        """All KV of a request is on its way."""
         self.update_status(room, KVPoll.Success)
-
-    def failed(self, room: int, reason: str) -> None:
-        self.fail(room, reason)
 
     def update_status(self, bootstrap_room: int, status: int) -> None:
         super().update_status(bootstrap_room, status)
@@ -267,22 +231,17 @@ class TcpPrefillManager(TcpManager):
         if not targets or not self.is_live(bootstrap_room):
             return
         after = [events.get(name) for name in ("wait_event", "indices_event")]
+        first, aux_row = int(index_slice.start), aux_index if is_last_chunk else None
+        events_before = tuple(event for event in after if event is not None)
+        chunk = Chunk(bootstrap_room, first, kv_indices, aux_row, events_before)
         for target in targets.values():
-            target.link.send(
-                Chunk(
-                    bootstrap_room,
-                    int(index_slice.start),
-                    kv_indices,
-                    aux_index if is_last_chunk else None,
-                    tuple(event for event in after if event is not None),
-                )
-            )
+            target.link.send(chunk)
 
     # Decode ranks ---------------------------------------------------------------------
 
     def _handle(self, parts: list[bytes]) -> None:
         try:
-            message = decode(parts)
+            message = frames.decode(parts)
             if isinstance(message, Registration):
                 self._register(message)
             elif message is not None:
@@ -299,20 +258,15 @@ class TcpPrefillManager(TcpManager):
         if old is not None and old.link is not None:
             old.link.close()
         refusal = self.layout.difference(new.layout)
-        link = None
         if refusal is not None:
             logger.error("No KV is sent to %s:%d: %s", new.host, new.port, refusal)
-        else:
-            link = Link(
-                (new.host, new.port),
-                Hello(new.secret, new.bootstrap_addr),
-                int(self._prefill_unique_rank()),
-                self.kv,
-                self.aux,
-                self,
-                self._lost,
-            )
-        self._peers[new.session] = _Peer(new, link, refusal)
+            self._peers[new.session] = _Peer(new, None, refusal)
+            return
+        hello = Hello(new.secret, new.bootstrap_addr)
+        rank = int(self._prefill_unique_rank())
+        address = new.host, new.port
+        link = Link(address, hello, rank, self.kv, self.aux, self, self._lost)
+        self._peers[new.session] = _Peer(new, link)
 
     def _open(self, message: RoomOpened) -> None:
         peer = self._peers.get(message.session)

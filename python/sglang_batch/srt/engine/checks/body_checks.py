@@ -24,20 +24,10 @@ from ....batch_api.lines import loads_lenient
 from ....batch_api.protocol import TRANSCRIPTIONS_URL
 from ...compat.server_types import JsonObject
 from ..transcriptions import TranscriptionBody
+from . import value_checks as checks
 from .pattern_checks import TOKEN_LIMITS, check_literal
 from .stop_rule_checks import take_rules
-from .value_checks import (
-    OPENAI_NAMES,
-    SAMPLING_FIELDS,
-    Biases,
-    FieldError,
-    Real,
-    Rule,
-    TokenIds,
-    Whole,
-    check_text,
-    check_value,
-)
+from .value_checks import FieldError, Rule
 
 MESSAGES_URL = "/v1/messages"
 _OTHER_MAX_TOKENS = ("max_completion_tokens", "max_output_tokens")
@@ -54,25 +44,17 @@ _TYPES = frozenset({"str", "int", "float", "bool", "list", "dict", "none"})
 def request_classes() -> dict[str, type[BaseModel]]:
     """SGLang's request class for each endpoint."""
     from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-    from sglang.srt.entrypoints.openai.protocol import (
-        ChatCompletionRequest,
-        ClassifyRequest,
-        CompletionRequest,
-        EmbeddingRequest,
-        ResponsesRequest,
-        ScoringRequest,
-        V1RerankReqInput,
-    )
+    from sglang.srt.entrypoints.openai import protocol
 
     return {
-        "/v1/chat/completions": ChatCompletionRequest,
-        "/v1/completions": CompletionRequest,
-        "/v1/embeddings": EmbeddingRequest,
-        "/v1/responses": ResponsesRequest,
+        "/v1/chat/completions": protocol.ChatCompletionRequest,
+        "/v1/completions": protocol.CompletionRequest,
+        "/v1/embeddings": protocol.EmbeddingRequest,
+        "/v1/responses": protocol.ResponsesRequest,
         MESSAGES_URL: AnthropicMessagesRequest,
-        "/v1/score": ScoringRequest,
-        "/v1/rerank": V1RerankReqInput,
-        "/v1/classify": ClassifyRequest,
+        "/v1/score": protocol.ScoringRequest,
+        "/v1/rerank": protocol.V1RerankReqInput,
+        "/v1/classify": protocol.ClassifyRequest,
         TRANSCRIPTIONS_URL: TranscriptionBody,
     }
 
@@ -87,7 +69,7 @@ def parse_body(body: bytes) -> JsonObject:
         value = orjson.loads(body)
     except orjson.JSONDecodeError:
         value = loads_lenient(body)
-        check_text(value)
+        checks.check_text(value)
     if not isinstance(value, dict):
         raise ValueError("The body of a request must be a JSON object.")
     return value
@@ -109,17 +91,14 @@ def validated(kind: type[_Parsed], body: JsonObject) -> _Parsed:
         ValidationError: the class does not take the body.
     """
     body = without_nulls(body)
-    scores = "prompt" in kind.model_fields and _is_zero(body.get("max_tokens"))
+    limit = body.get("max_tokens")
+    scores = "prompt" in kind.model_fields and type(limit) is int and limit == 0
     if scores:
         del body["max_tokens"]
     parsed = _validated(kind, body)
     if scores:
         vars(parsed)["max_tokens"] = 0
     return parsed
-
-
-def _is_zero(value: object) -> bool:
-    return type(value) is int and value == 0
 
 
 def _validated(kind: type[_Parsed], body: JsonObject) -> _Parsed:
@@ -185,43 +164,30 @@ def body_errors(url: str, body: bytes) -> list[tuple[str, str | None]]:
     try:
         parsed = validated(_checked_classes()[url], value)
     except ValidationError as error:
-        return [*_errors_by_field(error), *_as_pairs(found)]
-    found |= _sampling_errors(parsed)
+        return [*_errors_by_field(error), *((text, at) for at, text in found.items())]
+    for name, rule in _numbers().items():
+        if (value := vars(parsed).get(name)) is not None:
+            try:
+                checks.check_value(name, value, rule, None, None)
+            except FieldError as error:
+                found[error.param] = str(error)
     try:
         # SGLang chooses a parser of tool calls for some models, once it is imported.
         check_parsed(url, parsed, tool_call_parser="unknown")
     except FieldError as error:
         found.setdefault(error.param, str(error))
-    return _as_pairs(found)
-
-
-def _as_pairs(found: dict[str, str]) -> list[tuple[str, str | None]]:
     return [(message, param) for param, message in found.items()]
-
-
-def _sampling_errors(parsed: BaseModel) -> dict[str, str]:
-    """The numbers and token ids that SGLang cannot sample with, by their names."""
-    found = {}
-    values = vars(parsed)
-    for name, rule in _numbers().items():
-        if (value := values.get(name)) is not None:
-            try:
-                check_value(name, value, rule, None, None)
-            except FieldError as error:
-                found[error.param] = str(error)
-    return found
 
 
 @cache
 def _numbers() -> dict[str, Rule]:
-    """The rules for numbers and token ids of sampling, by their names in bodies."""
+    kinds = checks.Whole | checks.Real | checks.Biases | checks.TokenIds
     numbers: dict[str, Rule] = {
-        OPENAI_NAMES.get(name, name): rule
-        for name, rule in SAMPLING_FIELDS.items()
-        if isinstance(rule, Whole | Real | Biases | TokenIds)
+        checks.OPENAI_NAMES.get(name, name): rule
+        for name, rule in checks.SAMPLING_FIELDS.items()
+        if isinstance(rule, kinds)
     }
-    most_tokens = numbers["max_tokens"]
-    return numbers | dict.fromkeys(_OTHER_MAX_TOKENS, most_tokens)
+    return numbers | dict.fromkeys(_OTHER_MAX_TOKENS, numbers["max_tokens"])
 
 
 def describe_validation_error(error: ValidationError) -> tuple[str, str | None]:
@@ -343,11 +309,7 @@ _RESERVED = frozenset(
 
 
 def check_parsed(url: str, parsed: BaseModel, tool_call_parser: str | None) -> None:
-    """Refuse values that the endpoint's request class lets through.
-
-    Raises:
-        FieldError: names the first one.
-    """
+    """Refuse values that the endpoint's request class lets through."""
     for name, value in vars(parsed).items():
         # Of a completion no new tokens may be wanted, only its prompt's probabilities.
         if url == "/v1/completions" and name in TOKEN_LIMITS:
@@ -361,8 +323,11 @@ def check_parsed(url: str, parsed: BaseModel, tool_call_parser: str | None) -> N
             f"{temperature:g} is above {MAX_TEMPERATURE}, the highest",
             "decimal_above_max_value",
         )
-    if url == RESPONSES_URL:
-        _check_metadata(getattr(parsed, "metadata", None) or {})
+    if url == RESPONSES_URL:  # whose answers repeat it
+        for name, value in (getattr(parsed, "metadata", None) or {}).items():
+            if not isinstance(value, str):
+                problem = f"the value of {name[:100]!r} is not text"
+                raise FieldError("metadata", problem, "invalid_type")
     for name in getattr(parsed, "chat_template_kwargs", None) or ():
         if name in _RESERVED:
             raise FieldError(
@@ -382,9 +347,6 @@ def check_native(body: Mapping[str, Any]) -> None:
     """Refuse empty values in a line of ``/generate`` that SGLang takes as they are.
 
     Only in lines, of which there are many. Calls of SGLang's own API are answered as ever.
-
-    Raises:
-        FieldError: names the first one.
     """
     given = body.get("sampling_params")
     for params in given if isinstance(given, list) else [given]:
@@ -395,24 +357,17 @@ def check_native(body: Mapping[str, Any]) -> None:
                 raise FieldError(f"sampling_params.{name}", problem)
 
 
-def _check_metadata(metadata: Mapping[str, object]) -> None:
-    """Refuse metadata that an answer, which repeats it, must not have."""
-    for name, value in metadata.items():
-        if not isinstance(value, str):
-            raise FieldError(
-                "metadata", f"the value of {name[:100]!r} is not text", "invalid_type"
-            )
-
-
 def _forces_a_tool(parsed: BaseModel) -> bool:
-    """Whether an answer must call one of the given tools."""
     fields = parsed.model_dump(include={"tool_choice", "tools"})
     choice, tools = fields.get("tool_choice"), fields.get("tools") or []
     if not isinstance(choice, dict):
         return bool(tools) and choice == "required"
     if choice.get("type") == "any":
         return bool(tools)
-    # Each API has its own place for the name. SGLang refuses names of no tool.
-    wanted = choice.get("name") or (choice.get("function") or {}).get("name")
-    names = [t.get("name") or (t.get("function") or {}).get("name") for t in tools]
-    return wanted is not None and wanted in names
+
+    def name_of(tool: JsonObject) -> object:  # each API has its own place for it
+        return tool.get("name") or (tool.get("function") or {}).get("name")
+
+    # SGLang refuses names of no tool.
+    wanted = name_of(choice)
+    return wanted is not None and wanted in map(name_of, tools)

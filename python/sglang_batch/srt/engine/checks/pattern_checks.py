@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 with warnings.catch_warnings():
@@ -20,6 +21,8 @@ MAX_GRAMMAR_LEN = 1 << 18
 MAX_GRAMMAR_DEPTH = 100
 # A repeated part is written out as often as it may occur.
 MAX_GRAMMAR_REPEATS = 10_000
+
+_UNREADABLE = (re.error, OverflowError, RecursionError)
 
 # Fields whose empty or zero value means what nobody wants, see :func:`check_literal`.
 STOP_TEXTS = ("stop", "stop_sequences")
@@ -50,15 +53,12 @@ _COUNT = re.compile(r"\{\s*(\d+)\s*(?:,\s*(\d*)\s*)?\}", re.ASCII)
 
 
 def check_pattern(pattern: str) -> str | None:
-    """The fault of a ``stop_regex``, or None.
-
-    Python backtracks: repeats within repeats, and many of them in a row, can take longer
-    than anybody waits.
-    """
+    """The fault of a ``stop_regex``, or None. Python backtracks: repeats within repeats, and
+    many of them in a row, can take longer than anybody waits."""
     try:
         parsed = sre_parse.parse(pattern)
         repeats = list(_repeats(parsed))
-    except (re.error, OverflowError, RecursionError) as error:
+    except _UNREADABLE as error:
         return f"it is not a regular expression ({error})"
     if any(nested for nested, _ in repeats):
         return "it repeats a part that has repeats or alternatives of its own"
@@ -79,21 +79,22 @@ def _repeats(parsed: Any) -> list[tuple[bool, int]]:
         if kind in _REPEATS:
             low, high, part = value
             if low != high or inner:
-                varies = bool(inner) or _has_branch(part)
+                kinds = [kind for kind, _ in _operations(part)]
+                varies = bool(inner) or sre_parse.BRANCH in kinds
                 found.append((varies and high > 1, int(high)))
         found += inner
     return found
 
 
-def _has_branch(parsed: Any) -> bool:
-    return any(
-        kind == sre_parse.BRANCH or any(_has_branch(part) for part in _parts(value))
-        for kind, value in parsed
-    )
+def _operations(parsed: Any) -> Iterator[tuple[Any, Any]]:
+    """All operations of a pattern and of the patterns within, each with its argument."""
+    for kind, value in parsed:
+        yield kind, value
+        for part in _parts(value):
+            yield from _operations(part)
 
 
 def _parts(value: object) -> list[sre_parse.SubPattern]:
-    """The patterns within the argument of an operation."""
     if isinstance(value, sre_parse.SubPattern):
         return [value]
     if isinstance(value, (tuple, list)):
@@ -106,9 +107,6 @@ def check_literal(name: str, value: object) -> str | None:
 
     A template makes one of an empty column. Each line would have an answer, of one token or
     of as many as fit, and count as completed.
-
-    Args:
-        name: of the field, by SGLang or by an endpoint.
     """
     values = value if isinstance(value, list) else [value]
     texts = [each for each in values if isinstance(each, str)]
@@ -127,10 +125,9 @@ def check_literal(name: str, value: object) -> str | None:
 
 
 def _matches_nothing(pattern: str) -> bool:
-    try:
+    with suppress(*_UNREADABLE):  # which is another fault
         return re.search(pattern, "") is not None
-    except (re.error, OverflowError, RecursionError):
-        return False  # it has another fault
+    return False
 
 
 def check_grammar(grammar: str) -> str | None:
@@ -168,7 +165,8 @@ def check_schema(grammar: str) -> str | None:
         return (
             f"{loop!r:.100} refers to itself and to nothing else, so no answer fits it"
         )
-    if formats := _formats(schema) & _BARE_FORMATS:
+    named = [each.get("format") for each in _objects(schema)]
+    if formats := _BARE_FORMATS.intersection(f for f in named if isinstance(f, str)):
         return (
             f"the format {min(formats)!r} has quotes and control characters, so answers "
             "would be no valid JSON. Use a pattern that excludes them"
@@ -177,7 +175,7 @@ def check_schema(grammar: str) -> str | None:
     for pattern in found:
         try:
             parsed = sre_parse.parse(_as_python(pattern))
-        except (re.error, OverflowError, RecursionError):
+        except _UNREADABLE:
             # Of another dialect. The compiler reads it, and only long ones are refused.
             if max(_counts(pattern), default=0) > MAX_TEXT_REPEATS:
                 return (
@@ -248,24 +246,13 @@ def _at(schema: Any, ref: str) -> Any:
     return schema
 
 
-def _formats(schema: Any) -> set[str]:
-    found = [each.get("format") for each in _objects(schema)]
-    return {each for each in found if isinstance(each, str)}
-
-
 def _patterns(part: Any) -> Iterator[str]:
     """The patterns of all strings and names of properties in a schema."""
-    if isinstance(part, list):
-        for each in part:
-            yield from _patterns(each)
-    if not isinstance(part, dict):
-        return
-    for name, value in part.items():
-        if name == "pattern" and isinstance(value, str):
-            yield value
-        elif name == "patternProperties" and isinstance(value, dict):
-            yield from value
-        yield from _patterns(value)
+    for each in _objects(part):
+        if isinstance(each.get("pattern"), str):
+            yield each["pattern"]
+        if isinstance(each.get("patternProperties"), dict):
+            yield from each["patternProperties"]
 
 
 def _as_python(pattern: str) -> str:
@@ -308,9 +295,8 @@ def _wide_repeats(
     """How often each repeated part occurs that may be a character of ``_ESCAPED``, and
     whether it is the whole of what another repeat repeats.
 
-    Args:
-        times: how often repeats around it repeat it.
-        is_whole: whether it is the whole of the part of the innermost of these.
+    times: how often repeats around it repeat it.
+    is_whole: whether it is the whole of the part of the innermost of these.
     """
     is_whole = is_whole and len(parsed) == 1
     for kind, value in parsed:
@@ -328,16 +314,12 @@ def _wide_repeats(
 
 def _may_be_escaped(parsed: Any) -> bool:
     """Whether a part can match a character that a JSON string has to escape."""
-    for kind, value in parsed:
-        if kind in (sre_parse.ANY, sre_parse.NOT_LITERAL):
-            return True
-        if kind is sre_parse.LITERAL and value in _ESCAPED:
-            return True
-        if kind is sre_parse.IN and any(_is_wide(*each) for each in value):
-            return True
-        if any(_may_be_escaped(part) for part in _parts(value)):
-            return True
-    return False
+    return any(
+        kind in (sre_parse.ANY, sre_parse.NOT_LITERAL)
+        or (kind is sre_parse.LITERAL and value in _ESCAPED)
+        or (kind is sre_parse.IN and any(_is_wide(*each) for each in value))
+        for kind, value in _operations(parsed)
+    )
 
 
 def _is_wide(kind: Any, value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 Two hooks on SGLang's main process see every request, whoever sent it: one before SGLang
 expands it, and one when it has become a message to the scheduler. The rules are in
-:mod:`.request_fields`.
+:mod:`.value_checks`. The checks raise FieldError, which names the first field.
 """
 
 from __future__ import annotations
@@ -21,22 +21,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from ...compat.offline_hooks import leave
 from ...compat.server_types import EngineRequest, TokenizerManager
 from ..request_ids import has_our_id, may_be_ours, name_list
+from . import value_checks as checks
 from .stop_rule_checks import settle_rules
-from .value_checks import (
-    REQUEST_FIELDS,
-    SAMPLING_FIELDS,
-    SCHEDULER_FIELDS,
-    Biases,
-    FieldError,
-    Real,
-    Refused,
-    Rule,
-    TokenIds,
-    Whole,
-    check_type,
-    check_value,
-    short,
-)
+from .value_checks import FieldError, Refused, Rule, TokenIds, check_value, short
 
 # Most sequences of all prompts of a request.
 MAX_ALL_SEQUENCES = 1 << 16
@@ -47,8 +34,8 @@ _SHAPE_ERRORS = (TypeError, LookupError, AttributeError, OverflowError)
 # Made by SGLang itself, of types that are not sent as plain values.
 _NOT_PLAIN = frozenset(
     {
-        *("sampling_params", "input_ids", "input_embeds", "mm_inputs"),
-        *("token_type_ids", "time_stats", "positional_embed_overrides", "kv_hints"),
+        *("sampling_params", "input_ids", "input_embeds", "mm_inputs", "kv_hints"),
+        *("token_type_ids", "time_stats", "positional_embed_overrides"),
         "num_items_assigned",
     }
 )
@@ -58,11 +45,7 @@ _NOT_PLAIN = frozenset(
 
 
 def check_line(adapted: EngineRequest, vocab_size: int) -> None:
-    """:func:`check_request` for a line, once, and a check of its prompts' token ids.
-
-    Raises:
-        FieldError: names the first field.
-    """
+    """:func:`check_request` for a line, once, and a check of its prompts' token ids."""
     settle_rules(adapted)
     check_request(adapted)
     check_value("input_ids", adapted.input_ids, TokenIds(), vocab_size, None)
@@ -70,16 +53,18 @@ def check_line(adapted: EngineRequest, vocab_size: int) -> None:
 
 
 def check_request(adapted: EngineRequest) -> None:
-    """Refuse values out of range in a request as its client gave it.
-
-    Raises:
-        FieldError: names the first field.
-    """
+    """Refuse values out of range in a request as its client gave it."""
     for name, rule, default in _request_fields(type(adapted)):
         value = getattr(adapted, name, None)
         if value is not None and value is not default:
             check_value(name, value, rule, None, None)
-    if _has_positions(adapted) and not get_exec().features.enable_mis:
+    # Answers are read within the prompt, which no cached prompt has.
+    positions = (
+        getattr(adapted, "multi_item_delimiter_indices", None),
+        getattr(adapted, "token_indices_to_pool", None),
+    )
+    given = any(each is not None for each in positions)
+    if given and not get_exec().features.enable_mis:
         raise FieldError(
             "multi_item_delimiter_indices", "this server runs without --enable-mis"
         )
@@ -99,45 +84,32 @@ def check_request(adapted: EngineRequest) -> None:
 def _request_fields(kind: Any) -> list[tuple[str, Rule, object]]:
     """Names, rules and default values, which need no check."""
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-    return [(name, rule, defaults.get(name)) for name, rule in REQUEST_FIELDS.items()]
-
-
-def _has_positions(adapted: EngineRequest) -> bool:
-    """Whether answers are read within the prompt, which no cached prompt has."""
-    return any(
-        getattr(adapted, name, None) is not None
-        for name in ("multi_item_delimiter_indices", "token_indices_to_pool")
-    )
+    fields = checks.REQUEST_FIELDS.items()
+    return [(name, rule, defaults.get(name)) for name, rule in fields]
 
 
 def check_sampling(params: object) -> None:
-    """Refuse sampling parameters of wrong types or out of range.
-
-    Raises:
-        FieldError: names the first one.
-    """
+    """Refuse sampling parameters of wrong types or out of range."""
     if not isinstance(params, dict):
         raise FieldError("sampling_params", f"{short(params)} is not an object")
     types = _sampling_types()
     for name, value in params.items():
         if name not in types:
-            known = ", ".join(
-                sorted(
-                    n for n, r in SAMPLING_FIELDS.items() if not isinstance(r, Refused)
-                )
-            )
+            rules = checks.SAMPLING_FIELDS.items()
+            known = sorted(n for n, rule in rules if not isinstance(rule, Refused))
             raise FieldError(
                 str(name)[:100],
-                f"there is no such sampling parameter; there are {known}",
+                f"there is no such sampling parameter; there are {', '.join(known)}",
                 "unknown_parameter",
             )
         if value is None:
             continue
-        rule = SAMPLING_FIELDS[name]
-        if isinstance(rule, (Whole, Real)) and isinstance(value, list):
+        rule = checks.SAMPLING_FIELDS[name]
+        number = isinstance(rule, checks.Whole | checks.Real)
+        if number and isinstance(value, list):
             raise FieldError(name, f"{short(value)} is a list", "invalid_type")
-        if not isinstance(rule, (Whole, Real, Biases, TokenIds)):
-            check_type(name, value, types[name])
+        if not (number or isinstance(rule, checks.Biases | TokenIds)):
+            checks.check_type(name, value, types[name])
         check_value(name, value, rule, None, None)
 
 
@@ -161,7 +133,6 @@ def _sampling_types() -> dict[str, Any]:
 
 
 def _check_prompts(adapted: EngineRequest) -> None:
-    """Refuse text and token ids of different numbers of prompts."""
     text, ids = adapted.text, adapted.input_ids
     if text is None or not ids:
         return
@@ -174,13 +145,12 @@ def _check_prompts(adapted: EngineRequest) -> None:
 def _check_id(adapted: EngineRequest) -> None:
     if has_our_id(adapted):
         return
-    ids = adapted.rid if isinstance(adapted.rid, list) else [adapted.rid]
-    for rid in ids:
-        if rid is None:
-            continue
-        if not isinstance(rid, str):
+    for rid in adapted.rid if isinstance(adapted.rid, list) else [adapted.rid]:
+        if rid is not None and not isinstance(rid, str):
             raise FieldError("rid", f"{short(rid)} is not text")
-        if may_be_ours(rid):  # by which the scheduler recognises lines
+        if rid is not None and may_be_ours(
+            rid
+        ):  # by which the scheduler recognises lines
             raise FieldError(
                 "rid", f"{rid[:100]!r} is, or begins, the id of a line; choose another"
             )
@@ -192,30 +162,22 @@ def _check_tensors(adapted: EngineRequest) -> None:
     for each in overrides if isinstance(overrides, list) else [overrides]:
         if not isinstance(each, (PositionalEmbeds, type(None))):
             raise FieldError("positional_embed_overrides", "not for clients")
-    embeds = getattr(adapted, "embed_overrides", None)
-    for per_input in embeds or ():
-        if any(
-            isinstance(each, (str, int, float, list, dict)) for each in per_input or ()
-        ):
+    plain = (str, int, float, list, dict)
+    for per_input in getattr(adapted, "embed_overrides", None) or ():
+        if any(isinstance(each, plain) for each in per_input or ()):
             raise FieldError("embed_overrides", "not for clients")
 
 
 def _check_labels(labels: object) -> None:
-    if not labels:
-        return
     allowed = get_observability().tokenizer_metrics_allowed_custom_labels or ()
-    if not isinstance(labels, dict) or not set(labels) <= set(allowed):
+    if labels and not (isinstance(labels, dict) and set(labels) <= set(allowed)):
         raise FieldError(
             "custom_labels", "this server allows " + (", ".join(allowed) or "none")
         )
 
 
 def normalize(original: Callable[[Any], None], adapted: Any) -> None:
-    """AROUND hook on ``normalize_batch_and_arguments`` of both request types.
-
-    Raises:
-        ValueError: the request cannot be used.
-    """
+    """AROUND hook on ``normalize_batch_and_arguments`` of both request types."""
     leave(adapted)
     # SGLang reads it after a refusal too, to abort the requests that were sent.
     adapted.is_single = True
@@ -226,11 +188,14 @@ def normalize(original: Callable[[Any], None], adapted: Any) -> None:
     try:
         original(adapted)
         if adapted.is_single:
-            _check_single(adapted)
+            # Lists of other values have a type of their own.
+            for name in ("rid", "sampling_params"):
+                if isinstance(getattr(adapted, name), list):
+                    problem = "it is a list, and the prompt is not"
+                    raise FieldError(name, problem, "invalid_type")
         else:
-            if adapted.batch_size * getattr(adapted, "parallel_sample_num", 1) > (
-                MAX_ALL_SEQUENCES
-            ):
+            samples = getattr(adapted, "parallel_sample_num", 1)
+            if adapted.batch_size * samples > MAX_ALL_SEQUENCES:
                 raise FieldError(
                     "n",
                     f"a request for more than {MAX_ALL_SEQUENCES} answers; send several",
@@ -247,15 +212,6 @@ def normalize(original: Callable[[Any], None], adapted: Any) -> None:
         vars(adapted).pop("_sub_obj_cache", None)
 
 
-def _check_single(adapted: EngineRequest) -> None:
-    """Refuse lists for a single prompt. Lists of other values have a type of their own."""
-    for name in ("rid", "sampling_params"):
-        if isinstance(getattr(adapted, name), list):
-            raise FieldError(
-                name, "it is a list, and the prompt is not", "invalid_type"
-            )
-
-
 # The message to the scheduler ---------------------------------------------------------
 
 
@@ -266,11 +222,7 @@ def create_message(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """AROUND hook on ``TokenizerManager._create_tokenized_object``.
-
-    Raises:
-        ValueError: the request cannot be used.
-    """
+    """AROUND hook on ``TokenizerManager._create_tokenized_object``."""
     try:
         message = original(manager, obj, *args, **kwargs)
     except _SHAPE_ERRORS as error:
@@ -281,11 +233,7 @@ def create_message(
 
 
 def check_message(message: Any, vocab_size: int) -> None:
-    """Refuse a message to the scheduler that it cannot read, or that would end it.
-
-    Raises:
-        FieldError: names the first field.
-    """
+    """Refuse a message to the scheduler that it cannot read, or that would end it."""
     input_ids = message.input_ids
     kind: Any = type(message)
     for name, field_type, default in _message_fields(kind):
@@ -293,25 +241,21 @@ def check_message(message: Any, vocab_size: int) -> None:
         if value is None or value is default:
             continue
         if name not in _NOT_PLAIN:
-            check_type(name, value, field_type)
-        rule = SCHEDULER_FIELDS[name]
+            checks.check_type(name, value, field_type)
+        rule = checks.SCHEDULER_FIELDS[name]
         if name == "input_ids" and message.mm_inputs is not None:
             continue  # the processor's ids of media may be beyond the vocabulary
         check_value(name, value, rule, vocab_size, input_ids)
-    _check_prompt(message)
+    session = getattr(message, "session_params", None)
+    if not (input_ids or message.mm_inputs or session):
+        # The scheduler would have no KV to release.
+        raise FieldError("text", "the prompt has no tokens")
     params = message.sampling_params
     check_value("stop_token_ids", params.stop_token_ids, TokenIds(), vocab_size, None)
     if params.min_new_tokens and 2 * len(params.stop_token_ids or ()) > vocab_size:
         raise FieldError(
             "min_new_tokens", "with so many stop_token_ids, no token would be left"
         )
-
-
-def _check_prompt(message: Any) -> None:
-    """Refuse a prompt of no tokens, for which the scheduler has no KV to release."""
-    session = getattr(message, "session_params", None)
-    if not (message.input_ids or message.mm_inputs or session):
-        raise FieldError("text", "the prompt has no tokens")
 
 
 @cache

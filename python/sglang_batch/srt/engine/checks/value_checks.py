@@ -4,8 +4,6 @@ SGLang passes most values to its scheduler as they are. A value that it did not 
 ends the process there, with the requests of everybody. Each field of SGLang's request
 types is in exactly one of the tables below, with its allowed range or the reason why
 nothing is to be checked. A test compares them with SGLang's types.
-
-:mod:`.request_checks` applies them.
 """
 
 from __future__ import annotations
@@ -78,20 +76,14 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """The type of the field is all there is to check.
-
-    reason: why, such as that SGLang checks the value itself.
-    """
+    """The type of the field is all there is to check, for this reason."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Not for clients.
-
-    reason: whose field it is.
-    """
+    """Not for clients: somebody else sets the field."""
 
     reason: str
 
@@ -105,7 +97,13 @@ _FLAG = Typed("true or false")
 _DEPLOYED = Typed("SGLang refuses it unless the server was launched for it")
 _MEDIA = Typed("only read by a multimodal processor, in the main process")
 _SET_BY_SGLANG = Refused("set by SGLang")
-_DISAGGREGATED = "a router sets it for servers that prefill for others"
+_DISAGGREGATED = Typed("a router sets it for servers that prefill for others")
+
+
+def _fields(rule: Rule, *names: str) -> dict[str, Rule]:
+    """A rule for fields whose names are separated by spaces."""
+    return dict.fromkeys(" ".join(names).split(), rule)
+
 
 # Fields of ``SamplingParams``.
 SAMPLING_FIELDS: dict[str, Rule] = {
@@ -128,10 +126,6 @@ SAMPLING_FIELDS: dict[str, Rule] = {
     "regex": Text(check_grammar),
     "ebnf": Text(check_grammar),
     "structural_tag": Text(check_schema),
-    "ignore_eos": _FLAG,
-    "skip_special_tokens": _FLAG,
-    "spaces_between_special_tokens": _FLAG,
-    "no_stop_trim": _FLAG,
     "stream_interval": Whole(1),
     "logit_bias": Biases(),
     "sampling_seed": Whole(-_INT63 - 1, _INT63),
@@ -139,114 +133,95 @@ SAMPLING_FIELDS: dict[str, Rule] = {
         "read by custom logit processors; our own checks read its stop_rules"
     ),
     "watermark": Typed("SGLang checks each of its fields"),
-    "stop_strs": _SET_BY_SGLANG,
-    "stop_regex_strs": _SET_BY_SGLANG,
-    "stop_str_max_len": _SET_BY_SGLANG,
-    "stop_regex_max_len": _SET_BY_SGLANG,
-    "is_normalized": _SET_BY_SGLANG,
     "ebnf_full_assistant": Typed("set by SGLang's chat templates with their grammar"),
+    **_fields(
+        _FLAG,
+        "ignore_eos skip_special_tokens spaces_between_special_tokens no_stop_trim",
+    ),
+    **_fields(
+        _SET_BY_SGLANG,
+        "stop_strs stop_regex_strs stop_str_max_len stop_regex_max_len is_normalized",
+    ),
 }
 
 # Fields of ``GenerateReqInput`` and ``EmbeddingReqInput`` that stay in the main process,
 # and those that SGLang fills in before it sends the request.
 REQUEST_FIELDS: dict[str, Rule] = {
-    "text": _TEXT,
-    "image_data": _MEDIA,
-    "video_data": _MEDIA,
-    "audio_data": _MEDIA,
-    "mm_hashes": _MEDIA,
-    "mm_content_hashes": _MEDIA,
-    "use_audio_in_video": _MEDIA,
-    "video_config": _MEDIA,
-    "modalities": _MEDIA,
-    "max_dynamic_patch": Whole(0, 1024),
-    "min_dynamic_patch": Whole(0, 1024),
-    "image_max_dynamic_patch": Whole(0, 1024),
-    "video_max_dynamic_patch": Whole(0, 1024),
-    "images_config": _MEDIA,
-    "mm_processor_kwargs": _MEDIA,
+    **_fields(
+        _MEDIA,
+        "image_data video_data audio_data mm_hashes mm_content_hashes modalities",
+        "use_audio_in_video video_config images_config mm_processor_kwargs",
+    ),
+    **_fields(
+        Whole(0, 1024),
+        "max_dynamic_patch min_dynamic_patch",
+        "image_max_dynamic_patch video_max_dynamic_patch",
+    ),
+    **_fields(_TEXT, "text conversation_id"),
+    **_fields(
+        _FLAG,
+        "return_text_in_logprobs return_flat_raw_output_top_logprobs log_metrics",
+        "return_flat_raw_top_logprobs_b64 background return_prompt_token_ids",
+        "is_cross_encoder_request",
+    ),
     "watermark": Typed("SGLang checks each of its fields"),
-    "return_text_in_logprobs": _FLAG,
-    "return_flat_raw_output_top_logprobs": _FLAG,
-    "return_flat_raw_top_logprobs_b64": _FLAG,
-    "log_metrics": _FLAG,
     "lora_path": Typed("SGLang looks the adapter up"),
     "data_parallel_rank": Whole(),
-    "conversation_id": _TEXT,
-    "background": _FLAG,
     "max_thinking_tokens": Whole(),
     "custom_labels": Typed("compared with the labels that the server allows"),
-    "return_prompt_token_ids": _FLAG,
     "external_trace_header": Typed("only read by a tracer"),
     "received_time": Real(0),
     "embed_override_token_id": TokenIds(),
     "embed_overrides": Typed("tensors, which no client can send"),
-    "is_cross_encoder_request": _FLAG,
-    # Later fields reach the scheduler with SGLang's value.
-    "http_worker_ipc": _SET_BY_SGLANG,
-    "lora_id": _SET_BY_SGLANG,
-    "need_wait_for_mm_inputs": _SET_BY_SGLANG,
-    "num_items_assigned": _SET_BY_SGLANG,
-    "encoder_urls": _SET_BY_SGLANG,
+    # These reach the scheduler with SGLang's value.
+    **_fields(
+        _SET_BY_SGLANG,
+        "http_worker_ipc lora_id need_wait_for_mm_inputs num_items_assigned",
+        "encoder_urls",
+    ),
 }
 
 # Fields of the messages to the scheduler, ``TokenizedGenerateReqInput`` and
 # ``TokenizedEmbeddingReqInput``: of one sequence, with the prompt's tokens.
 SCHEDULER_FIELDS: dict[str, Rule] = {
+    **_fields(
+        _TEXT,
+        "http_worker_ipc input_text session_id lora_id lora_name routing_key",
+        "extra_key cache_salt",
+    ),
+    **_fields(
+        _FLAG,
+        "return_logprob stream return_sampling_mask return_flat_raw_top_logprobs",
+        "return_routed_experts return_indexer_topk require_reasoning no_logs",
+        "return_bytes return_entropy need_wait_for_mm_inputs pp_prefetch_ticketed",
+        "return_pooled_hidden_states",
+    ),
+    **_fields(_DEPLOYED, "return_hidden_states custom_logit_processor"),
+    **_fields(
+        Typed("made by SGLang"),
+        "mm_inputs token_type_ids num_items_assigned encoder_urls time_stats",
+    ),
     "rid": Typed("compared with the ids of jobs"),
-    "http_worker_ipc": _TEXT,
-    "input_text": _TEXT,
-    "input_ids": TokenIds(),
     "input_embeds": Typed("its shape is compared with the model's"),
-    "mm_inputs": Typed("made by SGLang's multimodal processor"),
-    "token_type_ids": Typed("made by the tokenizer"),
     "sampling_params": Typed("see SAMPLING_FIELDS"),
-    "return_logprob": _FLAG,
+    "session_params": Typed("SGLang looks the session up"),
+    "positional_embed_overrides": Typed("tensors, which no client can send"),
+    "decision_layout": Typed("SGLang checks it against the prompt"),
+    "kv_hints": Typed("SGLang decodes it"),
+    "sampling_logprobs_mode": Typed("one of SGLang's words"),
+    **_fields(TokenIds(), "input_ids token_ids_logprob"),
+    **_fields(Positions(), "multi_item_delimiter_indices token_indices_to_pool"),
     "logprob_start_len": Whole(-1),
     "top_logprobs_num": TokenCount(),
-    "token_ids_logprob": TokenIds(),
-    "stream": _FLAG,
-    "return_sampling_mask": _FLAG,
-    "return_flat_raw_top_logprobs": _FLAG,
-    "return_hidden_states": _DEPLOYED,
-    "return_routed_experts": _FLAG,
     "routed_experts_start_len": Whole(),
-    "return_indexer_topk": _FLAG,
-    "session_id": _TEXT,
-    "session_params": Typed("SGLang looks the session up"),
-    "lora_id": _TEXT,
-    "lora_name": _TEXT,
-    "custom_logit_processor": _DEPLOYED,
-    "positional_embed_overrides": Typed("tensors, which no client can send"),
-    "bootstrap_host": Typed(_DISAGGREGATED),
+    "priority": Whole(-_INT32),
+    "dimensions": Whole(1),
+    **_fields(_DISAGGREGATED, "bootstrap_host bootstrap_pair_key"),
     "bootstrap_port": Whole(0, 65_535),
     "bootstrap_room": Whole(0, _INT63),
-    "bootstrap_pair_key": Typed(_DISAGGREGATED),
     "decode_tp_size": Whole(1, 65_535),
-    "routed_dp_rank": Whole(),
-    "disagg_prefill_dp_rank": Whole(),
-    "routing_key": _TEXT,
-    "require_reasoning": _FLAG,
-    "priority": Whole(-_INT32),
-    "extra_key": _TEXT,
-    "cache_salt": _TEXT,
-    "no_logs": _FLAG,
-    "return_bytes": _FLAG,
-    "return_entropy": _FLAG,
-    "need_wait_for_mm_inputs": _FLAG,
-    "num_items_assigned": Typed("made by SGLang"),
-    "encoder_urls": Typed("made by SGLang"),
-    "multi_item_delimiter_indices": Positions(),
-    "token_indices_to_pool": Positions(),
-    "decision_layout": Typed("SGLang checks it against the prompt"),
-    "time_stats": Typed("made by SGLang"),
-    "kv_hints": Typed("SGLang decodes it"),
-    "pp_prefetch_ticketed": _FLAG,
-    "sampling_logprobs_mode": Typed("one of SGLang's words"),
-    "dimensions": Whole(1),
-    "return_pooled_hidden_states": _FLAG,
+    **_fields(Whole(), "routed_dp_rank disagg_prefill_dp_rank"),
 }
-
 
 # OpenAI's names for fields of SGLang.
 OPENAI_NAMES = {
@@ -332,7 +307,14 @@ def check_value(
         case TokenIds():
             _check_ids(name, value, vocab_size)
         case Positions():
-            _check_positions(name, value, len(input_ids or ()))
+            last, most = -1, len(input_ids or ())
+            for each in value:
+                if type(each) is not int or not last < each < most:
+                    problem = (
+                        f"{short(each)} is not a place in a prompt of {most} tokens"
+                    )
+                    raise FieldError(name, problem)
+                last = each
         case Biases(limit):
             _check_biases(name, value, limit)
         case Text(check):
@@ -352,27 +334,19 @@ def _check_whole(name: str, value: Any, low: int, high: int) -> None:
     if type(value) is not int:
         raise FieldError(name, f"{short(value)} is not a whole number", "invalid_type")
     if not low <= value <= high:
-        raise FieldError(
-            name,
-            f"{short(value)} is not from {low} to {high}",
-            "integer_below_min_value" if value < low else "integer_above_max_value",
-        )
+        code = "integer_below_min_value" if value < low else "integer_above_max_value"
+        raise FieldError(name, f"{short(value)} is not from {low} to {high}", code)
 
 
 def _check_real(name: str, value: Any, low: float, high: float, above: bool) -> None:
     if type(value) not in (int, float):
         raise FieldError(name, f"{short(value)} is not a number", "invalid_type")
     if value != value or not low <= value <= high or (above and value == low):
-        span = (
-            f"above {low:g} and at most {high:g}"
-            if above
-            else f"from {low:g} to {high:g}"
-        )
-        raise FieldError(
-            name,
-            f"{short(value)} is not {span}",
-            "decimal_above_max_value" if value > high else "decimal_below_min_value",
-        )
+        span = f"from {low:g} to {high:g}"
+        if above:
+            span = f"above {low:g} and at most {high:g}"
+        code = "decimal_above_max_value" if value > high else "decimal_below_min_value"
+        raise FieldError(name, f"{short(value)} is not {span}", code)
 
 
 def _check_ids(name: str, value: Any, vocab_size: int | None) -> None:
@@ -389,25 +363,13 @@ def _check_ids(name: str, value: Any, vocab_size: int | None) -> None:
             _check_ids(name, prompt, vocab_size)
         return
     # In the interpreter's built-in loops, because prompts are long.
-    if set(map(type, ids)) <= {int} and (
-        not ids or (min(ids) >= 0 and max(ids) < limit)
-    ):
+    whole = set(map(type, ids)) <= {int}
+    if whole and (not ids or (min(ids) >= 0 and max(ids) < limit)):
         return
     wrong = next(each for each in ids if type(each) is not int or not 0 <= each < limit)
     raise FieldError(
         name, f"{short(wrong)} is not a token id; ids are 0 to {limit - 1}"
     )
-
-
-def _check_positions(name: str, value: Any, num_tokens: int) -> None:
-    last = -1
-    for each in value:
-        if type(each) is not int or not last < each < num_tokens:
-            raise FieldError(
-                name,
-                f"{short(each)} is not a place in a prompt of {num_tokens} tokens",
-            )
-        last = each
 
 
 def _check_biases(name: str, value: Any, limit: float) -> None:

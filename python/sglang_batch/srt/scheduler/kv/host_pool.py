@@ -33,7 +33,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from ....errors import EngineError
 from ....scheduling.job_plan import StepCost
-from ...compat.scheduler_types import KvPool, OffloadingScheduler
+from ...compat.scheduler_types import KvPool, Scheduler
 
 Run = tuple[int, int]
 """Consecutive pages: the first one and their number."""
@@ -453,7 +453,7 @@ _FREE_SHARE = 0.25
 _MOST_KV = 4
 
 
-def chosen_bytes(scheduler: OffloadingScheduler) -> int | None:
+def chosen_bytes(scheduler: Scheduler) -> int | None:
     """The size of the host pool that the user chose. None: it is left to us."""
     args = scheduler.server_args
     given: int | None = args.offline_config.offload_bytes
@@ -468,7 +468,7 @@ def chosen_bytes(scheduler: OffloadingScheduler) -> int | None:
 
 
 def num_pages_of(
-    scheduler: OffloadingScheduler,
+    scheduler: Scheduler,
     page_bytes: int,
     num_slots: int,
     pool_bytes: int | None,

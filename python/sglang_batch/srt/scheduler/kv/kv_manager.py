@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from ....scheduling.job_state import JobState
 from ....scheduling.next_step import always, put_back
 from ....scheduling.scheduled_request import ScheduledRequest
-from ...compat.scheduler_types import Req, ScheduleBatch, SchedulerRows
+from ...compat.scheduler_types import Req, ScheduleBatch, Scheduler
 from ..engine_jobs import EngineJobs
 from ..step_recorder import HostUse
 from .host_pool import recompute_time_s
@@ -127,7 +127,7 @@ class KvManager:
         is_near: whether the KV of a request on the host need not be waited for.
     """
 
-    def __init__(self, scheduler: SchedulerRows, jobs: EngineJobs) -> None:
+    def __init__(self, scheduler: Scheduler, jobs: EngineJobs) -> None:
         self._scheduler = scheduler
         self._jobs = jobs.open
         self._registry = jobs.registry

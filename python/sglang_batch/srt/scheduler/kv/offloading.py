@@ -43,11 +43,10 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from ....errors import EngineError
 from ...compat.scheduler_types import (
-    OffloadingScheduler,
     PrefixMatch,
     Req,
-    ResultLoop,
     ScheduleBatch,
+    Scheduler,
 )
 from .host_pool import (
     HostPool,
@@ -61,7 +60,7 @@ from .host_pool import (
 from .token_counts import count_again, counts_tokens
 
 
-def why_unsupported(scheduler: OffloadingScheduler) -> str | None:
+def why_unsupported(scheduler: Scheduler) -> str | None:
     """The reason why requests of this server cannot be offloaded, or None if they can.
 
     The KV of other pools has parts besides these buffers, or slots that are more than
@@ -156,7 +155,7 @@ class OffloadedRequest:
         return self.shared_len + self.num_tokens
 
 
-def make_offloader(scheduler: OffloadingScheduler) -> KvOffloader:
+def make_offloader(scheduler: Scheduler) -> KvOffloader:
     """An offloader of the sizes in the arguments.
 
     Raises:
@@ -167,7 +166,7 @@ def make_offloader(scheduler: OffloadingScheduler) -> KvOffloader:
     return KvOffloader(scheduler, chosen_bytes(scheduler))
 
 
-def drain_results(scheduler: ResultLoop) -> int:
+def drain_results(scheduler: Scheduler) -> int:
     """Process the results that the overlap loop holds back, and return their number.
 
     Call it in ``get_next_batch_to_run``, before or inside SGLang's own. Afterwards all
@@ -205,9 +204,7 @@ class KvOffloader:
             the free memory.
     """
 
-    def __init__(
-        self, scheduler: OffloadingScheduler, pool_bytes: int | None = None
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, pool_bytes: int | None = None) -> None:
         if obstacle := why_unsupported(scheduler):
             raise EngineError(
                 f"requests cannot be offloaded to the host with {obstacle}; "

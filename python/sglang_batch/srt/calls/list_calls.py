@@ -122,11 +122,8 @@ def _sample_items(
     job_id: str,
     request_states: dict[str, Any],
 ) -> list[CallItem]:
-    """An item for each sample of each prompt, in place of SGLang's for the prompts.
-
-    SGLang first computes each prompt once, one after another, so that its samples find
-    it in the cache. The plan has them share it anyway.
-    """
+    """An item for each sample of each prompt, in place of SGLang's for the prompts, which first
+    computes each prompt once. The plan has the samples share it anyway."""
     initial = {}
     for rid in obj.rid:
         state = request_states[rid]

@@ -121,6 +121,8 @@ class DenseEngine(SGLangEngine):
     All calls must come from one event loop.
     """
 
+    manager: DenseTokenizerManager
+
     def __init__(
         self,
         server_args: OfflineArgs,
@@ -138,7 +140,6 @@ class DenseEngine(SGLangEngine):
         manager = DenseTokenizerManager(server_args, loaded, self._plans.of)
         super().__init__(manager, templates)
         self.templates = templates
-        self._manager = manager
         self._loaded = loaded
         self._settings = settings = _with_costs(loaded, settings)
         self._worker = worker_of(
@@ -155,11 +156,6 @@ class DenseEngine(SGLangEngine):
     @property
     def is_connected(self) -> bool:
         return self._connected
-
-    @property
-    def manager(self) -> DenseTokenizerManager:
-        """SGLang's tokenizer manager, which templates need."""
-        return self._manager
 
     @property
     def max_cells(self) -> int:

@@ -2,8 +2,7 @@
 
 A request comes without KV. SGLang's queues ask a prefill server for it, and it is received
 into the host pool (:mod:`.reception`). From then on the request is like one that was
-offloaded: it joins, makes room and resumes by the plan. No prompt is computed, so no batch is
-built: requests join the running batch.
+offloaded. No prompt is computed, so no batch is built: requests join the running batch.
 """
 
 from __future__ import annotations

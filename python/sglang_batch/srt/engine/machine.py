@@ -292,7 +292,7 @@ async def keep_timed_steps(manager: TokenizerManager, key: TimedStepsKey) -> int
         written, which is logged.
     """
     answers: Any = await channel_of(manager, StepsQueryOutput)(StepsQuery())
-    found = next((answer.samples for answer in answers if answer.samples), [])
+    found: list[float] = next((each.samples for each in answers if each.samples), [])
     if not found:
         return 0
     known = KeptSamples(_samples(measured.kept_steps(key)))

@@ -40,7 +40,7 @@ LINE = 4
 MOST_REDIRECTS = 5
 MOST_AT_A_TIME = 8
 _CHUNK = 1 << 20
-_HEADERS = {
+_HEADERS: dict[bytes | str, bytes | str] = {
     "Accept": "*/*",
     "Accept-Encoding": "identity",
     "User-Agent": "sglang-batch",
@@ -183,11 +183,7 @@ class MediaReader:
                 ssl_context=_certificates() if place.scheme == "https" else None,
                 network_backend=_Pinned(place, self._allowed),
             ) as pool,
-            pool.stream(
-                "GET",
-                url,
-                headers={"Host": shown, **_HEADERS},
-            ) as answer,
+            pool.stream("GET", url, headers={"Host": shown, **_HEADERS}) as answer,
         ):
             headers = {name.lower(): value for name, value in answer.headers}
             if answer.status in (301, 302, 303, 307, 308) and b"location" in headers:

@@ -116,7 +116,9 @@ class MeanPooler(Pooler):  # type: ignore[misc]
 def use_mean_pooler(model: torch.nn.Module) -> bool:
     """Replace the model's plain pooler with a mean, or return False if it has none."""
     pooler = getattr(model, "pooler", None)
-    if type(pooler) is not Pooler:  # a sparse or cross-encoder head stays
+    if (
+        pooler is None or type(pooler) is not Pooler
+    ):  # a sparse or cross-encoder head stays
         return False
     model.pooler = MeanPooler(normalize=pooler.normalize)
     return True

@@ -166,9 +166,9 @@ def body_errors(url: str, body: bytes) -> list[tuple[str, str | None]]:
     except ValidationError as error:
         return [*_errors_by_field(error), *((text, at) for at, text in found.items())]
     for name, rule in _numbers().items():
-        if (value := vars(parsed).get(name)) is not None:
+        if (number := vars(parsed).get(name)) is not None:
             try:
-                checks.check_value(name, value, rule, None, None)
+                checks.check_value(name, number, rule, None, None)
             except FieldError as error:
                 found[error.param] = str(error)
     try:

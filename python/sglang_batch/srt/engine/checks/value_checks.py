@@ -310,10 +310,8 @@ def check_value(
             last, most = -1, len(input_ids or ())
             for each in value:
                 if type(each) is not int or not last < each < most:
-                    problem = (
-                        f"{short(each)} is not a place in a prompt of {most} tokens"
-                    )
-                    raise FieldError(name, problem)
+                    wrong = f"{short(each)} is not a place in a prompt of {most} tokens"
+                    raise FieldError(name, wrong)
                 last = each
         case Biases(limit):
             _check_biases(name, value, limit)

@@ -46,6 +46,7 @@ from sglang_batch.srt.attention.attention_backend import (
 )
 from sglang_batch.srt.attention.attention_plans import StepPlans
 from sglang_batch.srt.attention.prefix_forest import NO_GROUPS, PrefixForest
+from sglang_batch.srt.compat import support
 
 HEADS, DIM, SLOTS = 2, 16, 4000
 MODULES = {
@@ -106,7 +107,7 @@ def model_runner(
     """As much of SGLang's model runner as the choice looks at."""
     pool = object.__new__(MHATokenToKVPool)
     pool.dtype = torch.float32
-    named = dict.fromkeys(attention_choice.ATTENTION_ARGUMENTS) | arguments
+    named = dict.fromkeys(support.ATTENTION_ARGUMENTS) | arguments
     config = SimpleNamespace(
         attention_arch=AttentionArch.MHA,
         head_dim=DIM,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +25,8 @@ from .run.client import client_options
 
 # Commands that pass other options on to SGLang.
 TAKE_SGLANG_OPTIONS = ("run", "plan", "serve", "calibrate")
+# SGLang says these on every CPU, at the import of kernels that the model may not even use.
+_OTHER_DEVICES = r"Only CUDA.* support (AWQ|GGUF)|Triton is not supported on current platf"
 
 
 def command() -> None:
@@ -33,6 +36,8 @@ def command() -> None:
     ended its helper processes by then, and libraries that clean up with their help
     would print tracebacks after the results.
     """
+    if not sys.warnoptions:  # set by python -W and PYTHONWARNINGS
+        warnings.filterwarnings("ignore", _OTHER_DEVICES, UserWarning)
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()

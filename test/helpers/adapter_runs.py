@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import preloaded
 from adapter_job import Line
 from forked_children import command
 from servers import SERVER_ARGS
@@ -48,7 +48,7 @@ def run_adapters(
         "online": online,
     }
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
+        done = preloaded.run(
             [
                 *command("adapters_on_engine"),
                 *("--model-path", str(model), *SERVER_ARGS, *args),
@@ -56,9 +56,6 @@ def run_adapters(
                 *(f"--max-loras-per-batch={most}", "--lora-paths", *lora_paths),
             ],
             input=json.dumps(given),
-            capture_output=True,
-            text=True,
-            check=False,
             cwd=Path(__file__).parent,
             env=os.environ
             | {LOADS: str(Path(folder) / "loads"), OFFLOAD_EVERY: str(offload_every)},

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import preloaded
 from servers import (
     SERVER_ARGS,
     Server,
@@ -101,7 +102,7 @@ class ApartServers:
             *(*SERVER_ARGS, *self._args, *args),
         ]
         with open(log_path, "wb") as log:
-            process = subprocess.Popen(
+            process = preloaded.Popen(
                 command,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -1,7 +1,8 @@
 """Engines whose child processes are forks of a process that has imported SGLang.
 
 An engine starts two processes, and SGLang has Python start them anew: each imports
-SGLang for ten seconds of processor time. Scripts run by :func:`command` import it once.
+SGLang for ten seconds of processor time. Scripts run by :func:`command` import it once,
+or not at all if :mod:`preloaded` runs them.
 Their children come from a fork server, as those of Python's ``forkserver`` method:
 forked before any plugin was loaded, and given the pickled target and arguments that a
 new process would get. A fork cannot show it all: prometheus_client, for one, is imported
@@ -14,11 +15,13 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import threading
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
+from pathlib import Path
 from typing import Any
 
 
@@ -26,6 +29,19 @@ def command(module: str, *argv: str) -> list[str]:
     """The command that runs the ``main`` of a module of this folder."""
     code = f"import forked_children; forked_children.run({module!r})"
     return [sys.executable, "-c", code, *argv]
+
+
+def script_command(script: Path, *argv: str) -> list[str]:
+    """The command that runs a script, which becomes ``__main__``."""
+    code = f"import forked_children; forked_children.run_script({str(script)!r})"
+    return [sys.executable, "-c", code, *argv]
+
+
+def run_script(path: str) -> None:
+    start_fork_server()
+    sys.path[0] = str(Path(path).parent)  # as Python does
+    sys.argv[0] = path
+    runpy.run_path(path, run_name="__main__")
 
 
 def run(name: str) -> None:

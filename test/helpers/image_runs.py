@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import preloaded
 from forked_children import command
 from servers import SERVER_ARGS
 
@@ -30,15 +30,12 @@ def run_images(
     with tempfile.TemporaryDirectory() as folder:
         runs = Path(folder) / "runs"
         runs.touch()
-        done = subprocess.run(
+        done = preloaded.run(
             [
                 *command("images_on_engine"),
                 *("--model-path", str(model), *SERVER_ARGS, *args),
             ],
             input=json.dumps({"policy": policy, "lines": list(job), "ahead": ahead}),
-            capture_output=True,
-            text=True,
-            check=False,
             cwd=Path(__file__).parent,
             env=os.environ | {"ENCODER_RUNS_FILE": str(runs)},
         )

@@ -1,76 +1,210 @@
-"""Several short programs that need SGLang, each in a process that has it imported.
+"""Programs that need SGLang, each in a fork of a process that has imported it.
 
-:func:`run_each` starts one Python, which imports SGLang for ten seconds of processor
-time and loads no plugin; each program runs in a fork of it.
+Importing SGLang takes ten to fifteen seconds of processor time. :class:`Popen` and
+:func:`run` take the place of their namesakes in :mod:`subprocess` for commands of the form
+``python -c CODE``. The first of a test process starts the *template*, a Python that imports
+SGLang and loads no plugin. Each program then runs in a fork of it: with the arguments,
+environment, folder, streams and session that a new process would have, in ``__main__``, and
+it ends as Python ends. Where an environment could change what imports do, and elsewhere
+than on Linux, a new process is started.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import ctypes
+import gc
+import importlib
 import os
+import pickle
+import socket
 import subprocess
 import sys
-import tempfile
-import traceback
-from dataclasses import dataclass
+import threading
+import time
 from pathlib import Path
+from typing import Any
+
+# SGLang reads these, and we ours, when an engine starts, not when they are imported.
+READ_LATER = (
+    "ADAPTER",
+    "ENCODER_",
+    "OFFLOAD",
+    "PYTEST_",
+    "SGLANG_BATCH_",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS",
+    "SGLANG_CPU_OMP_THREADS_BIND",
+    "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY",
+    "SGLANG_HOST_IP",
+    "SGLANG_MAMBA_CONV_DTYPE",
+    "XDG_",
+)
+MODULES = (
+    "sglang.srt.entrypoints.engine",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+    # Not SGLang's models, which import functions that a plugin replaces.
+    "timm",
+    # Of ours, those that know nothing of SGLang.
+    "sglang_batch.job.job",
+    "sglang_batch.job.job_planner",
+)
+PR_SET_CHILD_SUBREAPER = 36
+MESSAGE_BYTES = 1 << 17
 
 
-@dataclass(frozen=True)
-class Done:
-    """How a program ended, and all that it printed."""
+class Popen(subprocess.Popen[Any]):
+    """A program in a fork of the template. Needs ``[sys.executable, "-c", code, ...]``."""
 
-    returncode: int
-    stdout: str
-    stderr: str
+    def _execute_child(self, args: Any, executable: Any, *rest: Any) -> None:  # type: ignore[override]
+        # As subprocess passes them on in Python 3.11 to 3.14.
+        _, _, _, cwd, env, _, _, _, *pipes = rest[:14]
+        new_session = rest[19]
+        env = dict(os.environ if env is None else env)
+        is_code = list(args[:2]) == [sys.executable, "-c"]
+        template = _template(env) if is_code else None
+        if template is None:
+            super()._execute_child(args, executable, *rest)  # type: ignore[misc]
+            return
+        stdin, _, _, stdout, _, stderr = pipes
+        streams = [
+            own if given == -1 else given
+            for own, given in enumerate((stdin, stdout, stderr))
+        ]
+        wanted = (list(map(str, args[2:])), str(cwd or os.getcwd()), env, new_session)
+        self.pid = template.fork(pickle.dumps(wanted), streams)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-def run_each(programs: dict[str, str]) -> dict[str, Done]:
-    """The end and the output of each program. They run one after the other."""
-    with tempfile.TemporaryDirectory() as directory:
-        code = "import preloaded; preloaded.main()"
-        subprocess.run(
-            [sys.executable, "-c", code, directory, json.dumps(programs)], check=True
+def run(
+    args: list[str],
+    *,
+    input: str | None = None,
+    timeout: float | None = None,
+    **options: Any,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program as ``subprocess.run(..., capture_output=True, text=True)`` does."""
+    pipe = subprocess.PIPE
+    options |= {"stdin": None if input is None else pipe, "text": True}
+    with Popen(args, stdout=pipe, stderr=pipe, **options) as process:
+        try:
+            stdout, stderr = process.communicate(input, timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
+
+
+class _Template:
+    def __init__(self) -> None:
+        self.env = dict(os.environ)
+        self._lock = threading.Lock()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        code = (
+            f"import sys; sys.path.insert(1, {str(Path(__file__).parent)!r})\n"
+            f"import preloaded; exec(preloaded.next_program({theirs.fileno()}))"
         )
-        return {
-            name: Done(
-                int((Path(directory) / f"{name}.status").read_text()),
-                (Path(directory) / f"{name}.out").read_text(),
-                (Path(directory) / f"{name}.err").read_text(),
-            )
-            for name in programs
-        }
+        # It ends when this process does, which closes the socket.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=2, pass_fds=[theirs.fileno()]
+        )
+        theirs.close()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def fork(self, wanted: bytes, streams: list[int]) -> int:
+        """The id of a new child of this process."""
+        if len(wanted) > MESSAGE_BYTES:
+            raise ValueError("more arguments than a message has room for")
+        with self._lock:
+            # The template's child forks once more and ends. Its orphan becomes ours.
+            _prctl(PR_SET_CHILD_SUBREAPER, 1)
+            try:
+                socket.send_fds(self._socket, [wanted], streams)
+                answer = self._socket.recv(64)
+            finally:
+                _prctl(PR_SET_CHILD_SUBREAPER, 0)
+        if not answer:
+            raise RuntimeError("the process that has SGLang imported has ended")
+        return int(answer)
 
 
-def main() -> None:
-    import sglang.srt.entrypoints.http_server  # noqa: F401
-
-    directory, programs = Path(sys.argv[1]), json.loads(sys.argv[2])
-    for name, program in programs.items():
-        if child := os.fork():
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            (directory / f"{name}.status").write_text(str(status))
-        else:
-            _be(program, directory / name)
+_templates: dict[int, _Template] = {}
 
 
-def _be(program: str, path: Path) -> None:
-    """Run as ``python -c program``. Never returns."""
-    for stream, end in ((1, ".out"), (2, ".err")):
-        os.dup2(os.open(path.with_suffix(end), os.O_WRONLY | os.O_CREAT), stream)
-    status = 1
-    try:
-        sys.argv = ["-c"]
-        exec(program, {"__name__": "__main__"})
-        status = 0
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-        else:
-            status = end.code or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+def _template(env: dict[str, str]) -> _Template | None:
+    """The template of this process, if its imports were no others with ``env``."""
+    if sys.platform != "linux":
+        return None
+    template = _templates.get(os.getpid())
+    if template and template.has_ended:
+        template = None
+    known = template.env if template else dict(os.environ)
+    changed = {name for name, _ in known.items() ^ env.items()}
+    if not all(name.startswith(READ_LATER) for name in changed):
+        return None
+    if template is None:
+        template = _templates[os.getpid()] = _Template()
+    return template
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def next_program(fd: int) -> str:
+    """Be the template. Returns in its forks, each with the program that it runs."""
+    before = dict(os.environ)
+    for name in MODULES:
+        importlib.import_module(name)
+    by_imports = dict(os.environ.items() - before.items())
+    # It finds the place of a process's name as long as the environment is the first one.
+    importlib.import_module("setproctitle").getproctitle()
+    gc.collect()
+    gc.freeze()  # else each fork would copy them as it looks for garbage
+    connection = socket.socket(fileno=fd)
+    while True:
+        message, streams, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
+        if not message:
+            os._exit(0)
+        read_end, write_end = os.pipe()
+        if not (child := os.fork()):
+            own = os.getpid()
+            if not os.fork():
+                while os.getppid() == own:
+                    time.sleep(0.001)
+                argv, cwd, env, new_session = pickle.loads(message)
+                for name in by_imports:
+                    if before.get(name) == env.get(name):
+                        env[name] = by_imports[name]
+                if new_session:
+                    os.setsid()
+                os.write(write_end, str(os.getpid()).encode())
+                _become(streams, cwd, env)
+                sys.argv = ["-c", *argv[1:]]
+                return str(argv[0])
+            os._exit(0)
+        os.waitpid(child, 0)
+        connection.send(os.read(read_end, 64))
+        for each in (read_end, write_end, *streams):
+            os.close(each)
+
+
+def _become(streams: list[int], cwd: str, env: dict[str, str]) -> None:
+    import numpy as np
+
+    # The numbers of the streams passed on are above 2.
+    for own, given in enumerate(streams):
+        os.dup2(given, own)
+    os.closerange(3, 1 << 16)
+    with contextlib.suppress(FileNotFoundError):
+        os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    np.random.seed()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import forked_children
+import preloaded
 import pytest
 
 START_TIMEOUT_S = 300
@@ -90,7 +91,7 @@ def server(
 
     Args:
         as_user: start all processes anew. Otherwise they are forks of the first one, which
-            takes half of the processor time, see :mod:`forked_children`.
+            takes a third of the processor time, see :mod:`forked_children`.
     """
     port = free_port()
     forked = not as_user and (python, module) == (sys.executable, LAUNCH)
@@ -104,7 +105,7 @@ def server(
     ]
     log_path = log_dir / f"server-{port}.log"
     with open(log_path, "wb") as log:
-        process = subprocess.Popen(
+        process = (preloaded.Popen if forked else subprocess.Popen)(
             command,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -120,7 +121,7 @@ def server(
 
 
 def quick_server() -> list[str]:
-    """The command of a server whose children are forks."""
+    """The command of a server whose children are forks, for :class:`preloaded.Popen`."""
     return forked_children.command("server_main")
 
 

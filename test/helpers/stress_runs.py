@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
+import preloaded
 from forked_children import command
 
 # Tokens of KV of the engine, and the states in which scenarios abort a line.
@@ -20,7 +20,7 @@ def scenario(model: Path, what: str, seed: int, rounds: int, *argv: str) -> Any:
 
     what: names of scenarios with commas, for one engine.
     """
-    done = subprocess.run(
+    done = preloaded.run(
         command("stress_scenarios", str(model), what, str(seed), str(rounds), *argv),
         env={
             **os.environ,
@@ -28,9 +28,6 @@ def scenario(model: Path, what: str, seed: int, rounds: int, *argv: str) -> Any:
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2",
             "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
         },
-        capture_output=True,
-        text=True,
-        check=False,
         cwd=Path(__file__).parent,
     )
     log = done.stdout + done.stderr

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 from batches import close_clients
 from forked_children import command
@@ -61,14 +61,11 @@ def job_runs(
     """The output of ``jobs_on_engine``, and the log of the engine's steps."""
     step_log = tmp_path_factory.mktemp("job") / "steps.csv"
     config = json.dumps({"step_log": str(step_log), "gather_s": 0.05})
-    done = subprocess.run(
+    done = preloaded.run(
         [
             *command("jobs_on_engine", "--model-path", str(demo_model)),
             *("--offline-batch-config", config, *SERVER_ARGS),
         ],
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

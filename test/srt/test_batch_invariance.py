@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import struct
-import subprocess
 import sys
 
+import preloaded
 import pytest
 import torch
 
@@ -109,7 +109,5 @@ print("equal")
 
 
 def test_layers_of_a_process_multiply_by_rows() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LINEAR], capture_output=True, text=True, check=False
-    )
+    done = preloaded.run([sys.executable, "-c", LINEAR])
     assert done.stdout == "equal\n", done.stderr[-2000:]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 from pathlib import Path
 
+import preloaded
 import pytest
 from forked_children import command
 
@@ -22,7 +22,7 @@ def test_the_command_prints_and_keeps_a_row_share(
 ) -> None:
     # In an engine of its own: the others keep no times of their steps. SGLang reads the
     # environment when it is imported, which its children here do before the command.
-    done = subprocess.run(
+    done = preloaded.run(
         [
             *command("slow_to_send", "calibrate", f"--model-path={demo_model}"),
             *(
@@ -33,9 +33,6 @@ def test_the_command_prints_and_keeps_a_row_share(
             *("--rows=8", "--tokens=2000"),
         ],
         env={**os.environ, **ENVIRONMENT, "XDG_DATA_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
     assert "decode steps with 8 rows" in done.stdout, done.stderr[-3000:]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import forked_children
+import preloaded
 import psutil
 from batches import client, jsonl, line, results, submit, wait
 from prompts import questions
@@ -138,7 +139,7 @@ def test_run_killed_continues_when_started_again(
         ]
 
     command = writing(output)
-    first = subprocess.Popen(
+    first = preloaded.Popen(
         command,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -198,7 +199,7 @@ def run_until(
     command: list[str], log: Path, count: int, end: Callable[[int], None]
 ) -> subprocess.CompletedProcess[str]:
     """A run that ``end`` ends, called with its process id at ``count`` results."""
-    process = subprocess.Popen(
+    process = preloaded.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -227,4 +228,4 @@ def press_ctrl_c(run: int) -> None:
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return preloaded.run(command)

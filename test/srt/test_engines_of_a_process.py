@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 from forked_children import command
-from preloaded import run_each
 
 STOCK: dict[str, Any] = {}
 OFFLINE = {"offline_batch": True, "offline_batch_config": {"gather_s": 0.02}}
@@ -44,11 +44,8 @@ ORDERS = {
 
 
 def run(model: Path, steps: list[Any]) -> Any:
-    done = subprocess.run(
+    done = preloaded.run(
         command("engines_in_turn", str(model), json.dumps(steps)),
-        capture_output=True,
-        text=True,
-        check=False,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -88,7 +85,9 @@ HOOKS_THAT_ASK_NOTHING = {
 
 def test_every_hook_leaves_a_stock_engine_alone() -> None:
     """Of those that an offline engine puts into its process. A new one is found here."""
-    done = run_each({"hooks": "import stock_calls; stock_calls.main()"})["hooks"]
+    done = preloaded.run(
+        [sys.executable, "-c", "import stock_calls; stock_calls.main()"]
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     asks_nothing = {t for t, said in found["hooks"].items() if said == "asks nothing"}
@@ -123,5 +122,5 @@ subprocess.run([sys.executable, "-c", code], input=pickle.dumps(args), check=Tru
 
 
 def test_arguments_passed_to_a_process_of_the_user_make_it_a_main_process() -> None:
-    done = run_each({"passed on": PASSED_ON})["passed on"]
+    done = preloaded.run([sys.executable, "-c", PASSED_ON])
     assert done.returncode == 0, done.stderr[-3000:]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import preloaded
 import pytest
+from forked_children import script_command
 from servers import Server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -43,12 +42,7 @@ def test_every_script_is_run() -> None:
 def test_an_example_ends_well(script: str, offline_server: Server) -> None:
     takes_url, said = SCRIPTS[script]
     arguments = ["--url", offline_server.url] if takes_url else []
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / script), *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = preloaded.run(script_command(EXAMPLES / script, *arguments))
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-4000:]
     assert said in output

@@ -10,9 +10,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 from batches import client, jsonl, line, results, submit, wait
-from preloaded import Done, run_each
 from prompts import MAX_TOKENS, Case
 from servers import Server, server
 
@@ -107,7 +107,8 @@ def test_flag_reaches_every_scheduler(
         f"--offline-batch-config={CONFIG % policy}",
         *args,
         log_dir=tmp_path,
-        as_user=True,
+        # Several tokenizer workers cannot be forks.
+        as_user=num_dp_ranks > 1,
         # On a CPU, SGLang wants to be told which cores each rank may use.
         env={
             "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
@@ -203,12 +204,17 @@ PROGRAMS = {
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[str, Done]:
+def runs() -> dict[str, subprocess.CompletedProcess[str]]:
     """How each of PROGRAMS ended."""
-    return run_each(PROGRAMS)
+    return {
+        name: preloaded.run([sys.executable, "-c", program])
+        for name, program in PROGRAMS.items()
+    }
 
 
-def test_flags_are_in_both_helps(runs: dict[str, Done]) -> None:
+def test_flags_are_in_both_helps(
+    runs: dict[str, subprocess.CompletedProcess[str]],
+) -> None:
     serve = str(Path(sys.executable).with_name("sglang"))
     for done in (
         runs["help of launch_server"],
@@ -220,7 +226,7 @@ def test_flags_are_in_both_helps(runs: dict[str, Done]) -> None:
 
 @pytest.mark.parametrize("name", ["old server", "old engine"])
 def test_unsupported_sglang_is_refused_in_one_sentence(
-    runs: dict[str, Done], name: str
+    runs: dict[str, subprocess.CompletedProcess[str]], name: str
 ) -> None:
     done = runs[name]
     assert done.returncode != 0
@@ -229,7 +235,7 @@ def test_unsupported_sglang_is_refused_in_one_sentence(
 
 
 def test_hook_that_did_not_take_is_refused_in_one_sentence(
-    runs: dict[str, Done],
+    runs: dict[str, subprocess.CompletedProcess[str]],
 ) -> None:
     done = runs["hook gone"]
     assert done.returncode != 0
@@ -238,7 +244,9 @@ def test_hook_that_did_not_take_is_refused_in_one_sentence(
     assert "did not take effect" in last
 
 
-def test_bad_settings_are_refused_in_one_sentence(runs: dict[str, Done]) -> None:
+def test_bad_settings_are_refused_in_one_sentence(
+    runs: dict[str, subprocess.CompletedProcess[str]],
+) -> None:
     done = runs["bad settings"]
     assert done.returncode == 0, done.stderr[-2000:]
     said = [text for text in done.stderr.splitlines() if text.startswith("error: ")]

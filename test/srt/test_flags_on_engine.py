@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 from flags_on_engine import GROUP, NUM_GROUPS, SHARED, prompts
 from forked_children import command
@@ -23,12 +23,9 @@ def run(model: Path, most: int, **arguments: Any) -> dict[str, Any]:
     most: tokens of the first answer, at most.
     """
     arguments = {"max_total_tokens": KV} | arguments
-    done = subprocess.run(
+    done = preloaded.run(
         command("flags_on_engine", str(model), str(most), json.dumps(arguments)),
         env=os.environ,
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
+import preloaded
 from forked_children import command
 
 
 def test_every_answer_is_that_of_its_own_prompt(demo_model: Path) -> None:
-    done = subprocess.run(
+    done = preloaded.run(
         command("gathered_crowd", str(demo_model)),
-        capture_output=True,
-        text=True,
-        check=False,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]

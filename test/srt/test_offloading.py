@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 from forked_children import command
 
@@ -51,7 +51,7 @@ def run_all(model: Path, engine: str) -> dict[str, Any]:
         if json.dumps(SETTINGS[name]["engine"]) == engine
     }
     arguments = json.loads(engine) | {"max_running_requests": 12}
-    done = subprocess.run(
+    done = preloaded.run(
         command("offloading_engine", str(model)),
         env={
             **os.environ,
@@ -60,9 +60,6 @@ def run_all(model: Path, engine: str) -> dict[str, Any]:
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2",
             "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
         },
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Mem Check (BUSY)" in done.stderr + done.stdout

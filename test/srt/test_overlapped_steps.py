@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 from forked_children import command
 
@@ -27,11 +27,8 @@ WAYS = {
 @pytest.fixture(scope="module")
 def runs(demo_model: Path) -> dict[str, dict[str, Any]]:
     """Answers and counters by job and way, from one engine."""
-    done = subprocess.run(
+    done = preloaded.run(
         command("overlap_engine", str(demo_model), json.dumps(WAYS)),
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])

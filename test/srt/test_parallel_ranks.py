@@ -6,10 +6,10 @@ after every step, on every rank. SGLang counts KV after every step, or when it i
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 from forked_children import command
 from servers import free_port
@@ -65,15 +65,12 @@ def test_micro_batches_follow_one_plan(demo_model: Path) -> None:
 
 
 def test_a_model_split_over_all_ranks_is_refused(demo_model: Path) -> None:
-    done = subprocess.run(
+    done = preloaded.run(
         command(
             "stress_scenarios",
             *(str(demo_model), "shards", "1", "1", "--tp=2", "--attn-dp-size=2"),
             f"--port={free_port()}",
         ),
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode != 0
     wrong = "LlamaForCausalLM does not work with --attn-dp-size 2: SGLang splits its"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from array import array
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import preloaded
 import pytest
 import torch
 from forked_children import command
@@ -31,14 +31,11 @@ ENGINES = {
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_answers_in_lists_are_those_alone(demo_model: Path, name: str) -> None:
-    done = subprocess.run(
+    done = preloaded.run(
         command("penalties_in_company", str(demo_model), json.dumps(ENGINES[name])),
         env={**os.environ, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
         if name == "replicas"
         else None,
-        capture_output=True,
-        text=True,
-        check=False,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]

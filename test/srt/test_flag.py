@@ -107,8 +107,7 @@ def test_flag_reaches_every_scheduler(
         f"--offline-batch-config={CONFIG % policy}",
         *args,
         log_dir=tmp_path,
-        # Several tokenizer workers cannot be forks.
-        as_user=num_dp_ranks > 1,
+        as_user=True,
         # On a CPU, SGLang wants to be told which cores each rank may use.
         env={
             "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
@@ -188,9 +187,9 @@ PROGRAMS = {
         f"{OLD}import sglang; sglang.Engine(model_path='m', offline_batch=True)"
     ),
     "hook gone": (
-        f"{OFFLINE}import sglang_batch.srt.plugin.main_process as main; "
-        "main.SERVER_HOOK = 'sglang.srt.entrypoints.http_server.gone'; "
-        "main.MAIN_PROCESS_HOOKS = (main.SERVER_HOOK, *main.MAIN_PROCESS_HOOKS); "
+        f"{OFFLINE}import sglang_batch.srt.compat.offline_hooks as hooks; "
+        "hooks.SERVER_HOOK = 'sglang.srt.entrypoints.http_server.gone'; "
+        "hooks.MAIN_PROCESS_HOOKS = (hooks.SERVER_HOOK, *hooks.MAIN_PROCESS_HOOKS); "
         f"{LAUNCH}"
     ),
     "bad settings": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import uuid
 from array import array
 from types import SimpleNamespace
 from typing import Any
@@ -182,9 +183,16 @@ def test_lines_of_named_jobs_are_known_by_their_ids(name: str) -> None:
     rid = engine_request_id(named_job_id(name), 7)
     assert is_of_a_job(rid)
     assert is_of_a_job(part_request_id(attempt_request_id(rid, 2), 3))
+    # In a bucket, and as a prefill server gets it.
+    in_bucket = engine_request_id(f"{named_job_id(name)}-000012", 7)
+    assert is_of_a_job(in_bucket)
+    assert is_of_a_job(f"{uuid.uuid4().hex[:12]}.{in_bucket}")
 
 
-@pytest.mark.parametrize("job_id", ["", "job", "batch_small", f"batch_{JOB[:16]}"])
+@pytest.mark.parametrize(
+    "job_id",
+    ["", "job", "batch_small", f"batch_{JOB[:16]}", f"x.batch_{JOB}", f"batch_{JOB}-1"],
+)
 def test_an_engine_refuses_jobs_whose_lines_would_be_taken_for_calls(
     job_id: str,
 ) -> None:

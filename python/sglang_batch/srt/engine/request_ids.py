@@ -23,7 +23,10 @@ _OURS = "_offline_batch_has_our_id"
 LIST_ID, GATHERED_ID = "list_", "gathered_"
 OUR_IDS = ("batch_", GATHERED_ID, LIST_ID, "rollout_", "wave_")
 _DIGITS = 32
-_JOB_ID = re.compile(f"({'|'.join(OUR_IDS)})[0-9a-f]{{{_DIGITS}}}")
+# On a prefill server, the name of the decode server stands before. A bucket's number follows.
+_JOB_ID = re.compile(
+    rf"([0-9a-f]{{12}}\.)?({'|'.join(OUR_IDS)})[0-9a-f]{{{_DIGITS}}}(-[0-9]{{6,}})?"
+)
 _HEX = re.compile("[0-9a-f]*")
 
 

@@ -169,8 +169,10 @@ def _check_tensors(adapted: EngineRequest) -> None:
 
 
 def _check_labels(labels: object) -> None:
+    if not labels:
+        return
     allowed = get_observability().tokenizer_metrics_allowed_custom_labels or ()
-    if labels and not (isinstance(labels, dict) and set(labels) <= set(allowed)):
+    if not isinstance(labels, dict) or not set(labels) <= set(allowed):
         raise FieldError(
             "custom_labels", "this server allows " + (", ".join(allowed) or "none")
         )

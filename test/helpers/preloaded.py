@@ -117,6 +117,10 @@ class _Template:
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
+    def end(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
     def fork(self, wanted: bytes, streams: list[int]) -> int:
         """The id of a new child of this process."""
         if len(wanted) > MESSAGE_BYTES:
@@ -142,15 +146,20 @@ def _template(env: dict[str, str]) -> _Template | None:
     if sys.platform != "linux":
         return None
     template = _templates.get(os.getpid())
-    if template and template.has_ended:
-        template = None
-    known = template.env if template else dict(os.environ)
-    changed = {name for name, _ in known.items() ^ env.items()}
-    if not all(name.startswith(READ_LATER) for name in changed):
-        return None
-    if template is None:
+    if template is None or template.has_ended or not _are_alike(template.env, env):
+        # The environment of this process may have changed since the template began.
+        if not _are_alike(dict(os.environ), env):
+            return None
+        if template is not None:
+            template.end()
         template = _templates[os.getpid()] = _Template()
     return template
+
+
+def _are_alike(one: dict[str, str], other: dict[str, str]) -> bool:
+    """Whether imports are the same in both environments."""
+    changed = {name for name, _ in one.items() ^ other.items()}
+    return all(name.startswith(READ_LATER) for name in changed)
 
 
 def _prctl(option: int, value: int) -> None:

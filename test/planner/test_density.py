@@ -20,6 +20,7 @@ from plan_jobs import (
     tree_of,
     work_of,
 )
+from prefix_tree_check import shared_with_previous
 
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.costs.tree_work import (
@@ -190,7 +191,7 @@ def test_layer_sort_sorts_the_children_of_every_node(
     assert leaves.tolist() == nested_sort(tree, prompts, output_len, cost)
     assert sorted(leaves.tolist()) == list(range(len(prompts)))
     # The structure stays, and with it all sharing.
-    assert tree.shared_with_previous(leaves).sum() == tree.lcp.sum()
+    assert sum(shared_with_previous(tree, leaves.tolist())) == tree.lcp.sum()
 
 
 def test_depth_first_with_equal_children_is_the_trees_order() -> None:
@@ -207,7 +208,7 @@ def test_sorting_a_chain_of_nested_prompts() -> None:
     work = LeafWork(np.ones(n), np.ones(n))
     leaves = layer_sort(tree, COST, work)
     assert sorted(leaves.tolist()) == list(range(n))
-    assert tree.shared_with_previous(leaves).sum() == tree.lcp.sum()
+    assert sum(shared_with_previous(tree, leaves.tolist())) == tree.lcp.sum()
 
 
 # --- Smoothing.

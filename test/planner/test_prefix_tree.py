@@ -13,7 +13,7 @@ from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from prefix_tree_check import check_prefix_tree
+from prefix_tree_check import check_prefix_tree, shared_with_previous
 
 from sglang_batch.planner.prefixes import prefix_sort
 from sglang_batch.planner.prefixes.prefix_tree import (
@@ -389,11 +389,10 @@ def test_shared_with_previous_is_the_common_prefix(
 ) -> None:
     tree = build(prompts)
     leaves = random.sample(range(len(prompts)), min(k, len(prompts)))
-    shared = tree.shared_with_previous(np.array(leaves, np.int64))
-    assert shared.dtype == np.int32
+    shared = shared_with_previous(tree, leaves)
     sent = [prompts[tree.order[leaf]] for leaf in leaves]
     common = [len(common_prefix(a, b)) for a, b in pairwise(sent)]
-    assert shared.tolist() == ([0, *common] if leaves else [])
+    assert shared == ([0, *common] if leaves else [])
 
 
 def test_parts_of_a_large_tree(job: Job) -> None:
@@ -405,4 +404,4 @@ def test_parts_of_a_large_tree(job: Job) -> None:
         tuple(tokens[offsets[i] : offsets[i + 1]].tolist()) for i in requests.tolist()
     ]
     check_prefix_tree(part.renumbered(), *as_arrays(prompts))
-    assert part.lcp.tolist() == tree.shared_with_previous(leaves).tolist()
+    assert part.lcp.tolist() == shared_with_previous(tree, leaves.tolist())

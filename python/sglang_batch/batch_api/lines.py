@@ -53,7 +53,11 @@ def decode_envelope(line: bytes) -> dict[str, Any]:
 
 
 def loads_lenient(data: bytes) -> Any:
-    """Parse JSON with NaN, Infinity and any numbers, as Python writes it, or ValueError."""
+    """Parse JSON with NaN, Infinity and any numbers, as Python writes it.
+
+    Raises:
+        ValueError: it is no JSON, or nested too deeply.
+    """
     try:
         # Given bytes, json would also accept UTF-16 and lone surrogates.
         return json.loads(data.decode())

@@ -406,7 +406,7 @@ class DecodeLoop:
     # Tokens -----------------------------------------------------------------------------
 
     def _begin(self, query: Query, found: Prefilled) -> bool:
-        """Take the first token after a prompt, or none if its answer goes on. Whether the row
+        """Take the first token after a prompt, or none if its answer continues. Whether the row
         continues.
         """
         if query.tokens:

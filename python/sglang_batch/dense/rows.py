@@ -8,6 +8,7 @@ whether a model's rows can share a batch. All are called in torch's inference mo
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,49 +25,55 @@ from .slab import EncodedCache, RowKv, Slab, SlabCache
 logger = logging.getLogger(__name__)
 
 
-class Rows:
+class Rows(ABC):
     """A batch as the decode loop sees it. Rows are numbered from 0, without gaps.
 
     Attributes:
         are_padded: whether a step takes as long for every row as for the longest.
         computed_tokens: prompt tokens that were computed.
-        lengths: tokens of KV of each row.
-        allocated_cells: rows times columns in memory.
     """
 
     are_padded = True
     computed_tokens = 0
-    lengths: Sequence[int]
-    allocated_cells: int
 
+    @property
+    @abstractmethod
+    def lengths(self) -> Sequence[int]:
+        """Tokens of KV of each row."""
+
+    @property
+    @abstractmethod
+    def allocated_cells(self) -> int:
+        """Rows times columns in memory."""
+
+    @abstractmethod
     def prefill(
         self, requests: Sequence[DenseRequest], following: DenseRequest | None
     ) -> Iterator[Prefilled]:
         """Compute prompts. ``following`` is the request after these, if it is known."""
-        raise NotImplementedError
 
     def allow(self, max_rows: int, max_cells: int) -> None:
         """Memory may be allocated ahead for so many rows, and rows times columns."""
 
+    @abstractmethod
     def join(self, kvs: Sequence[Any]) -> None:
         """Add rows at the end, each from a prefill or from :meth:`take`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, tokens: Sequence[int]) -> torch.Tensor:
         """One step: the last token of each row in, float32 ``[rows, vocab]`` out."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take(self, row: int) -> Any:
         """A copy of a row's KV, in host memory."""
-        raise NotImplementedError
 
     def to_host(self, kv: Any) -> Any:
         """The KV of a prefill, in host memory."""
         return kv.to("cpu")
 
+    @abstractmethod
     def leave(self, row: int, *, wipe: bool = False) -> None:
         """Remove a row; the last one takes its place. ``wipe``: its KV is not finite."""
-        raise NotImplementedError
 
     def forget(self) -> None:
         """Release KV that is kept for prefixes of the next prompts."""
@@ -80,12 +87,12 @@ class _InSlabs(Rows):
         self._slabs = slabs
 
     @property
-    def lengths(self) -> Sequence[int]:  # type: ignore[override]
+    def lengths(self) -> Sequence[int]:
         parts = zip(*(slab.lengths for slab in self._slabs), strict=True)
         return [sum(lengths) for lengths in parts]
 
     @property
-    def allocated_cells(self) -> int:  # type: ignore[override]
+    def allocated_cells(self) -> int:
         return sum(slab.allocated_cells for slab in self._slabs)
 
     def allow(self, max_rows: int, max_cells: int) -> None:
@@ -165,11 +172,11 @@ class SeparateRows(Rows):
         self._rows: list[OwnState] = []
 
     @property
-    def lengths(self) -> Sequence[int]:  # type: ignore[override]
+    def lengths(self) -> Sequence[int]:
         return [int(row.ids.shape[1]) for row in self._rows]
 
     @property
-    def allocated_cells(self) -> int:  # type: ignore[override]
+    def allocated_cells(self) -> int:
         return sum(self.lengths)
 
     def prefill(

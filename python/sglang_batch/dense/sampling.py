@@ -89,7 +89,7 @@ class RowSampler:
     # Each returns token ids, int64, and as many float32 values; or None for no change.
 
     def additive(self) -> Changes | None:
-        """What frequency and presence penalties add to logits."""
+        """Token ids, int64, and the changes of their logits, float32, or None."""
         each, once = self.sampling.frequency_penalty, self.sampling.presence_penalty
         if not self._counts or not (each or once):
             return None
@@ -97,20 +97,20 @@ class RowSampler:
         return _ids(self._counts), (-each * counts - once).astype(np.float32)
 
     def scaling(self) -> Changes | None:
-        """The repetition penalty of tokens in the answer."""
+        """Token ids, int64, and their repetition penalty, float32, or None."""
         penalty = self.sampling.repetition_penalty
         if not self._counts or penalty == 1.0:
             return None
         return _ids(self._counts), np.full(len(self._counts), penalty, np.float32)
 
     def forbidden(self) -> Changes | None:
-        """Minus infinity for tokens that may not be chosen yet."""
+        """Token ids, int64, that may not be chosen yet, and minus infinity, or None."""
         if self.num_tokens >= self._min_new_tokens or not len(self._ending):
             return None
         return self._ending, np.full(len(self._ending), -np.inf, np.float32)
 
     def bias(self) -> Changes | None:
-        """The logit bias."""
+        """Token ids, int64, and the changes of their logits, float32, or None."""
         return (self._bias_ids, self._bias) if len(self._bias_ids) else None
 
 

@@ -114,4 +114,4 @@ class WorkerLost(Exception):
 
 
 class WorkerUnusable(Exception):
-    """What a worker says cannot be used. It is left out, and the others go on."""
+    """What a worker says cannot be used. It is left out, and the others continue."""

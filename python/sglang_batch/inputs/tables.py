@@ -190,7 +190,11 @@ def state_files(name: str) -> list[Path]:
 
 
 def split_name(name: str) -> tuple[str, str | None, str | None]:
-    """Split ``hf-dataset:NAME:CONFIG:SPLIT`` into (name or directory, config, split)."""
+    """Split ``hf-dataset:NAME:CONFIG:SPLIT`` into (name or directory, config, split).
+
+    Raises:
+        ConfigError: the name has another form.
+    """
     path, *rest = name.removeprefix(PREFIX).split(":")
     if not path or len(rest) > 2:
         raise ConfigError(
@@ -202,7 +206,12 @@ def split_name(name: str) -> tuple[str, str | None, str | None]:
 
 
 def check_exists(name: str) -> None:
-    """Look for a dataset with one call. Raises InputError if it is not there."""
+    """Look for a dataset here or on the hub, with one call and without its data.
+
+    Raises:
+        ConfigError: the name has a wrong form.
+        InputError: there is no such dataset, or no answer about it.
+    """
     path, _, _ = split_name(name)
     if Path(path).expanduser().exists():
         return

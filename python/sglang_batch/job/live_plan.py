@@ -84,7 +84,7 @@ class LivePlan:
         if (changes := self._engine.replica_changes) is None:
             return None
         speeds = changes.speeds
-        # Where all are gone, whoever comes back goes on with what it had.
+        # Where all are gone, whoever comes back continues with the requests it had.
         return speeds if speeds.there.any() else ShardSpeeds.equal(len(speeds))
 
     def stop(self) -> None:

@@ -4,7 +4,7 @@ SGLang's frontend programs (``@sgl.function``) run as offline batches with
 
     from sglang_batch.lang import BatchBackend
 
-See :mod:`sglang_batch.lang.batch_backend`. Beside them are streams of rows
+See :mod:`sglang_batch.lang.batch_backend`. There are also streams of rows
 (:mod:`sglang_batch.lang.streamer`) and tables (:mod:`sglang_batch.lang.frame_job`).
 """
 

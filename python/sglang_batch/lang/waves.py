@@ -11,6 +11,7 @@ import asyncio
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -34,7 +35,7 @@ ALIVE_CHECK_S = 2.0
 OnAnswer = Callable[[int, int, bytes], None]
 
 
-class WaveTransport:
+class WaveTransport(ABC):
     """Sends waves to an engine.
 
     Attributes:
@@ -50,13 +51,13 @@ class WaveTransport:
         """The event loop on which ``send`` must run."""
         return asyncio.new_event_loop()
 
+    @abstractmethod
     async def send(self, bodies: list[bytes], on_answer: OnAnswer) -> None:
         """Run a wave of native ``/generate`` bodies, each answered once.
 
         Raises:
             EngineError: some answers are missing.
         """
-        raise NotImplementedError
 
     async def close(self) -> None:
         """Close everything that ``send`` opened. The last call on the loop."""
@@ -127,7 +128,7 @@ class WaveCall:
         return self.group.stop_reason if self.group else None
 
 
-class QuietSender:
+class QuietSender(ABC):
     """Sends what was collected over a transport, on its event loop, once it is quiet.
 
     The loop runs in a thread of the sender, unless its owner runs it already.
@@ -170,9 +171,9 @@ class QuietSender:
         at = min(self._loop.time() + quiet_s, latest)
         self._timer = self._loop.call_at(at, send)
 
+    @abstractmethod
     def _abort(self) -> list[asyncio.Task[None]]:
-        """Abort what is in flight. Returns all tasks."""
-        raise NotImplementedError
+        """Abort calls in flight. Returns all tasks."""
 
     async def _finish(self) -> None:
         if self._timer is not None:

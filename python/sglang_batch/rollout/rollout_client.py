@@ -266,7 +266,7 @@ class LengthHistory:
         return {"lengths": {key: list(each) for key, each in self._lengths.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
+        """Continue from :meth:`state_dict`."""
         self._lengths = {key: list(each) for key, each in state["lengths"].items()}
 
 

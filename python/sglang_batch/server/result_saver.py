@@ -83,7 +83,7 @@ class Pauses:
             self._limit.resume(kind)
         else:
             self._reasons[kind] = reason
-            # With the engine paused, nothing that it has goes on.
+            # With the engine paused, none of its requests continues.
             self._limit.pause(kind, recalls=kind != "engine")
         self.tell()
 

@@ -26,7 +26,7 @@ ORPHAN_S = 3600
 UPLOAD_KEPT_S = 86_400
 # Seconds for which the answers to calls with an idempotency key are kept.
 ANSWERS_KEPT_S = 86_400
-# Seconds for which a list goes on behind something deleted, and its deletion can be repeated.
+# Seconds for which a list continues after a deleted object, and its deletion can be repeated.
 DELETION_KEPT_S = 30 * 86_400
 
 

@@ -176,7 +176,7 @@ class BatchStore:
         return bool(self.rows(f"SELECT 1 {_DELETED}", (row_id, kind, owner)))
 
     def place(self, row_id: str, kind: str, owner: str | None = None) -> int | None:
-        """Where lists go on after a file or batch, even a deleted one, or None."""
+        """The place at which a list continues after a file or batch, even a deleted one, or None."""
         table, own = ("files", "") if kind == "files" else ("batches", " AND api = ?")
         found = self.rows(
             f"SELECT seq FROM {table} WHERE id = ? AND owner = COALESCE(?, owner){own}"

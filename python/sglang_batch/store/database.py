@@ -301,7 +301,7 @@ MIGRATIONS: dict[str, tuple[str, ...]] = {
             "engine_s REAL NOT NULL DEFAULT 0",
         ),
     ),
-    # deleted: lists go on behind them, and a repeated deletion has the same answer.
+    # deleted: lists continue after them, and a repeated deletion has the same answer.
     # deleted.kind: ``files``, or the API of a batch.
     # uploads.completed_with: JSON of the parts and the checksum of the call, NULL if not yet.
     "m007_deleted": (

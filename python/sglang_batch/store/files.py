@@ -157,7 +157,11 @@ class AppendLog:
         return self._fd < 0
 
     def append(self, data: bytes) -> int:
-        """Write a record with its newline. Returns its offset, or StoreWriteError."""
+        """Write a record with its newline. Returns its offset.
+
+        Raises:
+            StoreWriteError: the disk is full or fails. Nothing was added.
+        """
         start = self._end
         try:
             written = os.pwrite(self._fd, data, start)

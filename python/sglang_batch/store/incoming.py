@@ -72,9 +72,16 @@ class Room:
             raise ApiError(507, message, code="disk_full", retry=False)
 
     def reserve(self, fd: int, reserved: int, num_bytes: int) -> int:
-        """Extend a file in ``incoming/`` to hold ``num_bytes``.
+        """Extend a file in ``incoming/`` to hold ``num_bytes``, or more.
 
-        Returns its new length.
+        Args:
+            reserved: the file's length.
+
+        Returns:
+            The file's new length.
+
+        Raises:
+            ApiError: see :meth:`check`.
         """
         # The database's lock is that of the account, too.
         with self.store.atomic():
@@ -89,7 +96,14 @@ class Room:
 
     @contextmanager
     def receive(self, num_bytes: int = 0) -> Iterator[IncomingFile]:
-        """A new file in ``incoming/`` with reserved space, removed unless it was moved."""
+        """A new file in ``incoming/``, removed at the end unless it was moved.
+
+        Args:
+            num_bytes: its size if it is known. Reserved at once.
+
+        Raises:
+            ApiError: see :meth:`check`. Also from writing to the file.
+        """
         file = IncomingFile(self)
         try:
             if num_bytes:

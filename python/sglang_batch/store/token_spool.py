@@ -31,7 +31,7 @@ class RootTokens:
         self._known: dict[tuple[str, int], int] = {}
 
     def of(self, namespace: str, token: int) -> int:
-        """What stands for the first token of a prompt. The token itself for ""."""
+        """The number in place of the first token of a prompt. The token itself for ""."""
         if not namespace:
             return token
         return self._FIRST + self._known.setdefault(

@@ -477,7 +477,7 @@ def _refuse_uncounted(config: Config) -> None:
         )
 
 
-# Stands for a model whose parameters cannot be counted: an 8B model, 8 KV heads.
+# In place of a model whose parameters cannot be counted: an 8B model, 8 KV heads.
 TYPICAL_MODEL = ModelSpec.from_hf_config(
     {
         "model_type": "llama",

@@ -11,7 +11,7 @@ of two batches run. If KV is short meanwhile, the longest row of the old batch l
 
 Algorithm 1 searches from the root of the quad-tree. A node whose requests fit is the batch. If
 they do not fit, the search continues in the child with most requests. If they fit but are too
-few, the nearest requests of the nodes beside it are added.
+few, the nearest requests of the neighbouring nodes are added.
 
 ``GROUPS`` is ours. All lengths, of those that wait and those that run, are divided into the
 groups that cost least (``length_groups``). The requests of the first group join, shortest
@@ -408,7 +408,7 @@ def density_first_search(
     rows, tokens = nodes[node, COUNT], nodes[node, TOKENS]
     if rows >= min_rows or level == 0:
         return LengthRange(low, high, at_low, at_high, rows, tokens)
-    # Requests beside the node, below the same node: first shorter ones, then longer ones.
+    # Requests of neighbouring nodes with the same parent: first shorter ones, then longer ones.
     first = first_length((node - 1) // 4, level - 1)
     last = first + 4 * width - 1
     for longer in (False, True):

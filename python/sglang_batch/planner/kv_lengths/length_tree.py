@@ -162,7 +162,7 @@ def _nearest(tree: LengthTree, length: int, step: int) -> int:
     nodes = tree.nodes
     node = LEAVES + length - 1
     while nodes[node, COUNT] == 0:
-        # To the next node beside it, or else beside the node above.
+        # To the next sibling, or else the next sibling of the node above.
         while node > 0 and (node - 1) % 4 == (3 if step > 0 else 0):
             node = _above(node)
         if node == 0:

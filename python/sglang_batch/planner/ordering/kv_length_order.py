@@ -1,4 +1,4 @@
-"""Orders for engines where a row costs more the longer the rows beside it are.
+"""Orders for engines where a row costs more the longer the other rows of its batch are.
 
 ``aligned`` is for dense batches. Rows that run at the same time should end at about the same
 length, and the longest should begin first. Requests with a common prefix stay together, since

@@ -35,7 +35,7 @@ def cut_order(
 
     A piece has ``fewest`` to ``most`` requests and ends where the price is lowest among
     the places where a cut is allowed, of equal ones in the middle. If there is none, it
-    goes on to the next place where one is.
+    continues at the next place where one is.
 
     A cut is allowed if its price is at most ``max_repeated`` times the work of either
     part of the lowest family that it cuts, and so of all families around it.

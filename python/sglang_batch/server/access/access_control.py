@@ -101,7 +101,13 @@ class AccessControl:
         return used
 
     def check_tokens(self, caller: Caller) -> None:
-        """Check that a caller has tokens left by the limits of now, or raise 429."""
+        """Check that a caller has tokens left today, by the limits of now.
+
+        A session may be older than its caller's limits.
+
+        Raises:
+            ApiError: 429, they are used up.
+        """
         allowance = key_table.find_allowance(self._rows, caller.name)
         if allowance.tokens is not None:
             check_limits(allowance, self.used_today(caller.name))

@@ -271,7 +271,12 @@ def content_length(request: Request) -> int | None:
 
 
 async def pieces_of(request: Request, most: int, message: str) -> AsyncIterator[bytes]:
-    """The body piece by piece. Raises 413 with this message if it is larger."""
+    """The body piece by piece.
+
+    Raises:
+        ApiError: 413 with this message, the body has more than ``most`` bytes. Before
+            the first of them if it announces that.
+    """
     size = content_length(request) or 0
     if size <= most:
         size = 0

@@ -1,7 +1,7 @@
 """Hooks on SGLang: their targets, and how they leave engines without ``--offline-batch`` alone.
 
 SGLang hooks a function for good, and for every engine of the process: a notebook may have an
-offline engine and, before, after or beside it, a stock one. So each hook of a process that
+offline engine and, before, after or at the same time, a stock one. So each hook of a process that
 can have several engines is registered here, with the way to the arguments of the engine that
 a call is for. Unless these are an offline engine's, SGLang's function runs as if there were
 no hook.

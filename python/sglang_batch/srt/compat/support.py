@@ -239,7 +239,10 @@ def check_disaggregation(
 ) -> None:
     """Refuse flags of a prefill or decode server that do not go together.
 
-    values: SGLang's arguments by field. A missing one has its default.
+    values: SGLang's arguments by field of ``ServerArgs``. A missing one has its default.
+
+    Raises:
+        ConfigError: names the flag or setting and the alternative.
     """
     mode = values.get("disaggregation_mode") or "null"
     backend = values.get("disaggregation_transfer_backend")
@@ -306,7 +309,11 @@ def is_deterministic(arguments: object) -> bool:
 def check_deterministic(arguments: Any, config: OfflineBatchConfig) -> None:
     """Refuse flags that deterministic inference would have to do without.
 
-    arguments: those of SGLang, after it has chosen attention for this mode.
+    Args:
+        arguments: those of SGLang, after it has chosen attention for this mode.
+
+    Raises:
+        ConfigError: names the flag or setting and the alternative.
     """
     wrong = ""
     if arguments.disable_radix_cache:
@@ -332,8 +339,13 @@ def check_deterministic(arguments: Any, config: OfflineBatchConfig) -> None:
 
 
 def check_host_receive(view: Any) -> None:
-    """Refuse to receive KV into SGLang's host pool, which is registered with CUDA, where there
-    is no accelerator. On a CPU the KV pool is host memory anyway."""
+    """Refuse to receive KV into SGLang's host pool where there is no accelerator.
+
+    SGLang registers that pool with CUDA. On a CPU the KV pool is host memory anyway.
+
+    Raises:
+        ConfigError: names the flag and the alternative.
+    """
     threshold = view.disaggregation_decode_host_receive_threshold
     if view.disaggregation_mode == "decode" and view.device == "cpu" and threshold < 1:
         raise ConfigError(
@@ -346,9 +358,13 @@ def check_host_receive(view: Any) -> None:
 def check_supported(
     values: Mapping[str, object], names: tuple[str, ...] | None = None
 ) -> None:
-    """Refuse unsupported flags, among all or these.
+    """Refuse unsupported flags.
 
-    values: SGLang's arguments by field. A missing one has its default.
+    values: SGLang's arguments by field of ``ServerArgs``. A missing one has its default.
+    names: the fields to check. None checks all.
+
+    Raises:
+        ConfigError: names the first such flag and the alternative, in one sentence.
     """
     for refusal in REFUSALS:
         for name in refusal.names:

@@ -208,7 +208,11 @@ def check_model(config: ModelConfig, *, hybrid_swa_disabled: bool = False) -> Mo
 
 
 def check_sent_whole(found: ModelTier) -> None:
-    """Refuse a model on a prefill server that sends KV and nothing else."""
+    """Refuse a model on a prefill server that sends KV and nothing else.
+
+    Raises:
+        ConfigError: names the architecture and the way out.
+    """
     if found.tier is not Tier.FULL:
         raise ConfigError(
             f"{found.architecture} does not work with --disaggregation-mode prefill and "
@@ -220,6 +224,9 @@ def check_sent_whole(found: ModelTier) -> None:
 def check_drafts(config: ModelConfig, algorithm: str, pp_size: int = 1) -> None:
     """Refuse ``--speculative-algorithm`` with a model that keeps more for each draft than KV,
     and with stages of a pipeline.
+
+    Raises:
+        ConfigError: names the architecture and the way out.
     """
     if keeps_states(config):
         architecture = model_tier(config).architecture

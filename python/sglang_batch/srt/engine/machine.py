@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 # SGLang runs matrix products and attention one after the other.
 NO_OVERLAP = 1.0
-# Stands for a device that is not in the table. Orders depend only on the ratio of a
+# In place of a device that is not in the table. Orders depend only on the ratio of a
 # device's rates, and that ratio differs little between data-centre devices.
 TYPICAL_DEVICE = "h100"
 

@@ -23,7 +23,7 @@ _OURS = "_offline_batch_has_our_id"
 LIST_ID, GATHERED_ID = "list_", "gathered_"
 OUR_IDS = ("batch_", GATHERED_ID, LIST_ID, "rollout_", "wave_")
 _DIGITS = 32
-# On a prefill server, the name of the decode server stands before. A bucket's number follows.
+# On a prefill server, they follow the name of the decode server. A bucket's number comes last.
 _JOB_ID = re.compile(
     rf"([0-9a-f]{{12}}\.)?({'|'.join(OUR_IDS)})[0-9a-f]{{{_DIGITS}}}(-[0-9]{{6,}})?"
 )

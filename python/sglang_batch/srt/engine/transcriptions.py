@@ -37,7 +37,12 @@ class TranscriptionBody(BaseModel):
 async def with_duration(
     line: BatchRequestInput, body: dict[str, Any], reader: MediaReader
 ) -> BatchRequestInput:
-    """A line whose body says how long its sound is. Raises if the file cannot be read."""
+    """A line whose body says how long its sound is.
+
+    Raises:
+        ValueError: the place may not be read.
+        Exception: the file cannot be read, or is no sound.
+    """
     place = body.get("file_url")
     if not isinstance(place, str):
         return line  # whose checks say so

@@ -1,4 +1,4 @@
-"""The mechanisms beside the core whose gain no GPU has shown yet: all of them, by name.
+"""The mechanisms whose gain no GPU has shown yet, all of them, by name.
 
 Each is off unless a setting or a policy asks for it. ``docs/experimental.md`` describes them.
 To remove one, delete its folder and its lines here.

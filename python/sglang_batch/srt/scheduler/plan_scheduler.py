@@ -170,7 +170,7 @@ class PlanScheduler:
 
     def end_step(self, batch: ScheduleBatch | None) -> None:
         """Record the batch of this step. None if there is nothing to run. A batch without
-        requests runs beside those of other attention ranks."""
+        requests runs at the same time as those of other attention ranks."""
         self._kv_manager.on_host.end_step()
         runs = batch is not None and bool(batch.reqs)
         decodes = self._micro_batches.end_step(

@@ -1,4 +1,4 @@
-"""Where mechanisms beside the core take part in a step. ``experimental`` names them."""
+"""The points of a step where optional mechanisms take part. ``experimental`` names them."""
 
 from __future__ import annotations
 

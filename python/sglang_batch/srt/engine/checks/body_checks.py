@@ -309,7 +309,11 @@ _RESERVED = frozenset(
 
 
 def check_parsed(url: str, parsed: BaseModel, tool_call_parser: str | None) -> None:
-    """Refuse values that the endpoint's request class lets through."""
+    """Refuse values that the endpoint's request class lets through.
+
+    Raises:
+        FieldError: names the first one.
+    """
     for name, value in vars(parsed).items():
         # Of a completion no new tokens may be wanted, only its prompt's probabilities.
         if url == "/v1/completions" and name in TOKEN_LIMITS:
@@ -347,6 +351,9 @@ def check_native(body: Mapping[str, Any]) -> None:
     """Refuse empty values in a line of ``/generate`` that SGLang takes as they are.
 
     Only in lines, of which there are many. Calls of SGLang's own API are answered as ever.
+
+    Raises:
+        FieldError: names the first one.
     """
     given = body.get("sampling_params")
     for params in given if isinstance(given, list) else [given]:

@@ -53,7 +53,11 @@ def check_line(adapted: EngineRequest, vocab_size: int) -> None:
 
 
 def check_request(adapted: EngineRequest) -> None:
-    """Refuse values out of range in a request as its client gave it."""
+    """Refuse values out of range in a request as its client gave it.
+
+    Raises:
+        FieldError: names the first field.
+    """
     for name, rule, default in _request_fields(type(adapted)):
         value = getattr(adapted, name, None)
         if value is not None and value is not default:
@@ -89,7 +93,11 @@ def _request_fields(kind: Any) -> list[tuple[str, Rule, object]]:
 
 
 def check_sampling(params: object) -> None:
-    """Refuse sampling parameters of wrong types or out of range."""
+    """Refuse sampling parameters of wrong types or out of range.
+
+    Raises:
+        FieldError: names the first one.
+    """
     if not isinstance(params, dict):
         raise FieldError("sampling_params", f"{short(params)} is not an object")
     types = _sampling_types()
@@ -179,7 +187,11 @@ def _check_labels(labels: object) -> None:
 
 
 def normalize(original: Callable[[Any], None], adapted: Any) -> None:
-    """AROUND hook on ``normalize_batch_and_arguments`` of both request types."""
+    """AROUND hook on ``normalize_batch_and_arguments`` of both request types.
+
+    Raises:
+        ValueError: the request cannot be used.
+    """
     leave(adapted)
     # SGLang reads it after a refusal too, to abort the requests that were sent.
     adapted.is_single = True
@@ -224,7 +236,11 @@ def create_message(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """AROUND hook on ``TokenizerManager._create_tokenized_object``."""
+    """AROUND hook on ``TokenizerManager._create_tokenized_object``.
+
+    Raises:
+        ValueError: the request cannot be used.
+    """
     try:
         message = original(manager, obj, *args, **kwargs)
     except _SHAPE_ERRORS as error:
@@ -235,7 +251,11 @@ def create_message(
 
 
 def check_message(message: Any, vocab_size: int) -> None:
-    """Refuse a message to the scheduler that it cannot read, or that would end it."""
+    """Refuse a message to the scheduler that it cannot read, or that would end it.
+
+    Raises:
+        FieldError: names the first field.
+    """
     input_ids = message.input_ids
     kind: Any = type(message)
     for name, field_type, default in _message_fields(kind):

@@ -1,1 +1,1 @@
-"""AlignedServe beside the core: rows that leave in a switch, prefetch, and prefill ahead."""
+"""AlignedServe's part of a step: rows that leave in a switch, prefetch, and prefill ahead."""

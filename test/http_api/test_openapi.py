@@ -34,7 +34,7 @@ RULES = (
     ".0. Expected ",  # to JSON Schema 5.0 is an integer
     "Invalid value for 'expires_after.seconds': None",  # with only an anchor
     "Invalid value for 'completion_window'",  # of a minute or two, not of 0 s
-    "'metadata' has ",
+    "Invalid value for 'metadata'",
     "Upload upload_",  # has no such part
     "The parts have ",
     "The MD5 of ",
@@ -43,7 +43,7 @@ RULES = (
     "only one of them may be given",
     "cannot be canceled",
     "has not ended",
-    "Input should be a valid integer, not ",  # to JSON Schema 5.0 is one
+    "Input should be a valid integer",  # to JSON Schema 5.0 is one
     "give the prompt either",
     "is above n=",
     "are above n=",

@@ -16,7 +16,7 @@ from . import openapi as docs
 from . import parameters
 from .authorization import caller_of, owner_field, owner_seen
 from .error_responses import OpenAIRoute
-from .idempotency import BODY_KEY, REPEATED_WITHIN_S, Keep, answer_once, is_repeated
+from .idempotency import REPEATED_WITHIN_S, Keep, answer_once, is_repeated
 from .result_responses import JSONL, batch_results
 
 API = "openai"
@@ -37,9 +37,9 @@ router = APIRouter(
 async def create_batch(request: Request) -> Response:
     """Start a batch over an uploaded file."""
     body, content = await parameters.json_object(request)
-    fields = _checked_fields(body)
+    new = parameters.checked(docs.NewBatch, body)
     service, caller = parameters.service_of(request), caller_of(request)
-    file = service.store.get_file(body["input_file_id"], caller.name)
+    file = service.store.get_file(new.input_file_id, caller.name)
     # As at OpenAI, a file that does not exist fails the batch, not this call.
     if file is not None and file["purpose"] != "batch":
         message = (
@@ -52,36 +52,22 @@ async def create_batch(request: Request) -> Response:
         # A client that got no answer and calls again means the batch of its first call.
         same_since = now() - REPEATED_WITHIN_S if is_repeated(request) else None
         row = service.create_batch(
-            body["input_file_id"],
-            body["endpoint"],
-            body["completion_window"],
-            body.get("metadata"),
+            new.input_file_id,
+            new.endpoint,
+            new.completion_window,
+            new.metadata,
             same_since=same_since,
             on_made=lambda row: keep(_shown(request, row)),
             owner=caller.name,
             allowance=caller.allowance,
-            **fields,
+            priority=new.priority or 0,
+            enough=new.enough,
+            dedupe=new.dedupe,
+            output_expires_after=docs.seconds_of(new.output_expires_after),
         )
         return _shown(request, row)
 
-    return await answer_once(request, content, make, body.get(BODY_KEY))
-
-
-def _checked_fields(body: dict[str, Any]) -> dict[str, Any]:
-    """Check the body of a new batch and return the columns of its optional fields."""
-    for key in ("input_file_id", "endpoint", "completion_window"):
-        parameters.check_string(body, key)
-        parameters.check_length(body, key, api.MAX_ID_LEN)
-    parameters.check_choice(body, "endpoint", tuple(api.ENDPOINTS))
-    parameters.check_completion_window(body["completion_window"])
-    parameters.check_metadata(body.get("metadata"))
-    name = "output_expires_after"
-    return {
-        "priority": parameters.check_priority(body.get("priority")),
-        "enough": parameters.check_enough(body.get("enough")),
-        "dedupe": parameters.check_dedupe(body.get("dedupe")),
-        name: parameters.check_expires_after(body.get(name), name),
-    }
+    return await answer_once(request, content, make, body.get(parameters.BODY_KEY))
 
 
 @router.get("/v1/batches", response_model=docs.BatchPage)

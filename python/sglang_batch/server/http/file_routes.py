@@ -12,7 +12,7 @@ from openai.types import FileDeleted
 from openai.types.uploads import UploadPart
 
 from ...batch_api.objects import file_object, list_object, part_object, upload_object
-from ...batch_api.protocol import MAX_MIME_TYPE_LEN, MAX_UPLOAD_BYTES
+from ...batch_api.protocol import MAX_UPLOAD_BYTES
 from ...errors import ApiError
 from ...store.batch_store import OnMade, Row, now
 from ...store.incoming import CANCELLED, COMPLETED, PENDING, UploadStore
@@ -21,7 +21,7 @@ from . import openapi as docs
 from . import parameters
 from .authorization import owner_field, owner_of, owner_seen
 from .error_responses import OpenAIRoute
-from .idempotency import BODY_KEY, Keep, answer_once
+from .idempotency import Keep, answer_once
 from .multipart_form import received_form, too_large
 from .result_responses import BYTES, JSONL, file_response, results_so_far
 
@@ -43,27 +43,30 @@ async def create_file(request: Request) -> Response:
     service = parameters.service_of(request)
     limit = service.config.max_file_bytes
     async with received_form(request, "file", limit) as form:
-        purpose = parameters.check_purpose(form.fields.get("purpose"))
         file = form.file
         if file is None:
             raise ApiError(400, "Missing required parameter: 'file'.", param="file")
-        filename = file.filename or "upload"
-        parameters.check_filename(filename, purpose)
-        kept_s = parameters.form_expires_after(form.fields)
+        given = {
+            "filename": file.filename or "upload",
+            "purpose": form.fields.get("purpose", ""),
+            "expires_after": parameters.form_expires_after(form.fields),
+        }
+        new = parameters.checked(docs.FileFields, given)
+        parameters.check_filename(new.filename, new.purpose)
 
         def make(keep: Keep) -> dict[str, Any]:
             row = service.add_file(
                 file.path,
-                filename,
-                purpose,
-                kept_s,
+                new.filename,
+                new.purpose,
+                docs.seconds_of(new.expires_after),
                 owner_of(request),
                 on_made=lambda row: keep(file_object(row)),
             )
             return file_object(row)
 
-        content = json.dumps([form.fields, filename, file.sha256], sort_keys=True)
-        key = form.fields.get(BODY_KEY)
+        content = json.dumps([form.fields, new.filename, file.sha256], sort_keys=True)
+        key = form.fields.get(parameters.BODY_KEY)
         return await answer_once(request, content.encode(), make, key)
 
 
@@ -173,29 +176,20 @@ async def create_upload(request: Request) -> Response:
             keep(shown)
         return shown
 
-    return await answer_once(request, content, make, body.get(BODY_KEY))
+    return await answer_once(request, content, make, body.get(parameters.BODY_KEY))
 
 
 def _checked_fields(service: BatchService, body: dict[str, Any]) -> Row:
     """Check the body of a new upload and return the columns of its row."""
-    for key in ("filename", "purpose", "mime_type"):
-        parameters.check_string(body, key)
-    parameters.check_length(body, "mime_type", MAX_MIME_TYPE_LEN)
-    parameters.check_purpose(body["purpose"])
-    parameters.check_filename(body["filename"], body["purpose"])
     num_bytes = body.get("bytes")
-    if type(num_bytes) is not int or num_bytes < 0:
-        raise parameters.invalid(
-            "bytes", num_bytes, "Expected the size of the file in bytes."
-        )
     limit = min(MAX_UPLOAD_BYTES, service.config.max_file_bytes or MAX_UPLOAD_BYTES)
-    if num_bytes > limit:
+    if type(num_bytes) is int and num_bytes > limit:
         raise too_large(limit)
-    service.room.check(num_bytes)
-    row = {key: body[key] for key in ("filename", "purpose", "mime_type", "bytes")}
-    return row | {
-        "file_expires_after": parameters.check_expires_after(body.get("expires_after"))
-    }
+    new = parameters.checked(docs.NewUpload, body)
+    parameters.check_filename(new.filename, new.purpose)
+    service.room.check(new.bytes)
+    row = new.model_dump(include={"filename", "purpose", "mime_type", "bytes"})
+    return row | {"file_expires_after": docs.seconds_of(new.expires_after)}
 
 
 @upload_router.post(
@@ -226,7 +220,7 @@ async def add_part(request: Request, upload_id: str) -> Response:
                 raise _not_pending(_upload_row(request, upload_id))
             return part_object(row)
 
-        content, key = data.sha256.encode(), form.fields.get(BODY_KEY)
+        content, key = data.sha256.encode(), form.fields.get(parameters.BODY_KEY)
         return await answer_once(request, content, make, key)
 
 
@@ -253,22 +247,23 @@ async def complete_upload(request: Request, upload_id: str) -> Response:
     """
     body, content = await parameters.json_object(request)
     row = _upload_row(request, upload_id)
+    parts = parameters.checked(docs.CompletedUpload, body)
 
     def shown(file: Row) -> dict[str, Any]:
         return upload_object(_upload_row(request, upload_id), file)
 
     def make(keep: Keep) -> dict[str, Any]:
         service = parameters.service_of(request)
-        return shown(_complete(service, row, body, lambda file: keep(shown(file))))
+        return shown(_complete(service, row, parts, lambda file: keep(shown(file))))
 
-    return await answer_once(request, content, make, body.get(BODY_KEY))
+    return await answer_once(request, content, make, body.get(parameters.BODY_KEY))
 
 
 def _complete(
-    service: BatchService, row: Row, body: dict[str, Any], on_made: OnMade
+    service: BatchService, row: Row, call: docs.CompletedUpload, on_made: OnMade
 ) -> Row:
     uploads = UploadStore(service.store)
-    completed_with = json.dumps([body.get("part_ids"), body.get("md5")])
+    completed_with = json.dumps([call.part_ids, call.md5])
 
     def completed_before() -> Row | None:
         """The file, if another call with the same parts has completed the upload."""
@@ -285,15 +280,17 @@ def _complete(
         return file
     # After the parts were read: an upload that ended before has lost some of them.
     _check_pending(uploads.get(row["id"]) or row)
-    part_ids = _checked_part_ids(row, body, parts)
+    _check_part_ids(row, call.part_ids, parts)
     file_id = new_id("file-")
     kept_s = row["file_expires_after"]
     if kept_s is None:
         kept_s = service.default_lifetime(row["purpose"])
     try:
         with service.room.receive(row["bytes"]) as whole:
-            md5 = uploads.assemble(row["id"], part_ids, whole)
-            _check_md5(body.get("md5"), md5)
+            md5 = uploads.assemble(row["id"], call.part_ids, whole)
+            if call.md5 is not None and call.md5.lower() != md5:
+                hint = f"The MD5 of the parts in this order is {md5}."
+                raise parameters.invalid("md5", call.md5, hint)
             uploads.complete(
                 row["id"], whole.path, file_id, kept_s, completed_with, on_made
             )
@@ -308,12 +305,7 @@ def _complete(
     return file
 
 
-def _checked_part_ids(
-    row: Row, body: dict[str, Any], parts: dict[str, Row]
-) -> list[str]:
-    part_ids = body.get("part_ids")
-    if not isinstance(part_ids, list) or not all(isinstance(p, str) for p in part_ids):
-        raise ApiError(400, "'part_ids' must be a list of strings.", param="part_ids")
+def _check_part_ids(row: Row, part_ids: list[str], parts: dict[str, Row]) -> None:
     seen: set[str] = set()
     for part_id in part_ids:
         if part_id not in parts:
@@ -324,19 +316,11 @@ def _checked_part_ids(
         seen.add(part_id)
     num_bytes = sum(parts[part_id]["bytes"] for part_id in part_ids)
     if num_bytes != row["bytes"]:
-        raise parameters.bad_value(
-            "part_ids",
+        message = (
             f"The parts have {num_bytes} bytes in total, but the upload was created for "
-            f"{row['bytes']} bytes.",
+            f"{row['bytes']} bytes."
         )
-    return part_ids
-
-
-def _check_md5(wanted: Any, md5: str) -> None:
-    if wanted is not None and (not isinstance(wanted, str) or wanted.lower() != md5):
-        raise parameters.invalid(
-            "md5", wanted, f"The MD5 of the parts in this order is {md5}."
-        )
+        raise ApiError(400, message, param="part_ids", code="invalid_value")
 
 
 @upload_router.post("/v1/uploads/{upload_id}/cancel", response_model=docs.UploadObject)

@@ -23,11 +23,9 @@ from ...store.batch_store import BatchStore, now
 from ...store.files import FileLock
 from ..retention import ANSWERS_KEPT_S
 from .authorization import owner_of
-from .parameters import service_of
+from .parameters import BODY_KEY, service_of
 
 MAX_KEY_LEN = 255
-# A field of JSON bodies and forms that means the same as the header.
-BODY_KEY = "idempotency_key"
 # How long a call waits for another one with the same key to end.
 PATIENCE_S = 30.0
 # Without a key, a repeated call for a batch means one created at most this long ago.

@@ -23,7 +23,7 @@ from ..service import new_id
 from .authorization import caller_of, owner_of, owner_seen
 from .error_responses import OpenAIRoute
 from .openapi import OPENAI_ERRORS, NewWave, answers, takes_json
-from .parameters import check_priority, json_object, large_body, service_of
+from .parameters import checked, json_object, large_body, service_of
 from .result_responses import JSONL
 
 MAX_WAVE_BYTES = 128 << 20
@@ -54,20 +54,19 @@ async def run_wave(request: Request) -> StreamingResponse:
         message = "A wave has either 'requests' or 'lines', not both."
         raise ApiError(400, message, param="lines")
     kind = "lines" if "lines" in body else "requests"
-    wave = body.get(kind)
-    if not isinstance(wave, list) or not all(isinstance(b, dict) for b in wave):
-        raise ApiError(400, f"'{kind}' must be a list of objects.", param=kind)
-    priority = body.get("priority")
-    priority = INTERACTIVE_PRIORITY if priority is None else check_priority(priority)
+    given = checked(NewWave, {**body, kind: body.get(kind)})
+    priority = INTERACTIVE_PRIORITY if given.priority is None else given.priority
     refused: list[tuple[int, int, bytes]] = []
     if kind == "lines":
-        requests, refused = await asyncio.to_thread(_checked_lines, request, wave)
+        requests, refused = await asyncio.to_thread(
+            _checked_lines, request, given.lines
+        )
     else:
         requests = [
             BatchRequestInput(i, str(i), GENERATE_URL, msgspec.json.encode(body))
-            for i, body in enumerate(wave)
+            for i, body in enumerate(given.requests)
         ]
-        _check_adapters(request, wave)
+        _check_adapters(request, given.requests)
     places = [line.index for line in requests]
     requests = [replace(line, index=i) for i, line in enumerate(requests)]
     service = service_of(request)

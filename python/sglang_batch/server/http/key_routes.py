@@ -13,7 +13,7 @@ from ...batch_api import protocol as api
 from ...errors import ApiError
 from ...store.batch_store import Row
 from ..access import key_table
-from ..access.keys import KEY_ROLES, SGLANG_ADMIN, Allowance, check_name
+from ..access.keys import SGLANG_ADMIN, Allowance
 from ..access.usage import day_of, usage_object, usage_since
 from ..service import BatchService
 from . import openapi as docs
@@ -22,11 +22,9 @@ from .authorization import access_of, caller_of, check_admin_key
 from .error_responses import OpenAIRoute
 
 MAX_DAYS = 366
-MAX_LIMIT = 1 << 53
-MAX_MODELS = 100
-MAX_MODEL_LEN = 512
-# Fields of the API by the columns of an allowance.
-PER_DAY = {
+# Fields of the API by those of an allowance.
+LIMITS = {
+    "models": "models",
     "batches": "batches_per_day",
     "lines": "lines_per_day",
     "tokens": "tokens_per_day",
@@ -44,27 +42,16 @@ async def add_key(request: Request) -> JSONResponse:
     """Make a key for a client. The answer is the only one that contains it."""
     check_admin_key(request)
     body, _ = await parameters.json_object(request)
-    parameters.check_string(body, "name")
-    try:
-        name = check_name(body["name"])
-    except ValueError as error:
-        message = f"Invalid value for 'name': {error}."
-        raise ApiError(400, message, param="name") from None
-    body.setdefault("role", "client")
-    parameters.check_string(body, "role")
-    parameters.check_choice(body, "role", tuple(KEY_ROLES))
-    same_owner = body.get("same_owner", False)
-    if not isinstance(same_owner, bool):
-        raise parameters.invalid("same_owner", same_owner, "Use true or false.")
+    new = parameters.checked(docs.NewApiKey, body)
     try:
         row, secret = await asyncio.to_thread(
             key_table.add_key,
             parameters.service_of(request).store,
-            name,
-            body["role"],
-            _limits(body, "name", "role", "same_owner"),
-            same_owner=same_owner,
-            known_role=access_of(request).fixed_role(name),
+            new.name,
+            new.role,
+            _limits(new),
+            same_owner=new.same_owner,
+            known_role=access_of(request).fixed_role(new.name),
         )
     except key_table.NameTaken as error:
         raise ApiError(
@@ -126,7 +113,7 @@ async def set_limits(request: Request, name: str) -> JSONResponse:
     """
     check_admin_key(request)
     body, _ = await parameters.json_object(request)
-    limits = _limits(body)
+    limits = _limits(parameters.checked(docs.ClientLimits, body))
     store = parameters.service_of(request).store
     role = key_table.client_role(store, name) or access_of(request).fixed_role(name)
     if role is None or name == SGLANG_ADMIN:
@@ -165,49 +152,16 @@ def _key_object(row: Row) -> dict[str, Any]:
 
 
 def _limits_object(allowance: Allowance) -> dict[str, Any]:
-    limits = {field: getattr(allowance, name) for name, field in PER_DAY.items()}
-    models = None if allowance.models is None else list(allowance.models)
-    return {"models": models, **limits}
+    return {field: getattr(allowance, name) for name, field in LIMITS.items()}
 
 
-def _limits(body: dict[str, Any], *others: str) -> dict[str, Any]:
-    """The limits in a body by field of an allowance.
-
-    Raises 400 for invalid values and for fields that are neither limits nor
-    ``others``.
-    """
-    known = (*others, "models", *PER_DAY.values())
-    for field in body:
-        if field not in known:
-            message = (
-                f"Unknown parameter: '{field:.100}'. Supported are: {', '.join(known)}."
-            )
-            raise ApiError(400, message, param=field[:100], code="unknown_parameter")
-    limits: dict[str, Any] = {}
-    if "models" in body:
-        limits["models"] = _models(body["models"])
-    for name, field in PER_DAY.items():
-        if field in body:
-            limits[name] = (
-                body[field]
-                if body[field] is None
-                else (parameters.check_whole_number(field, body[field], 0, MAX_LIMIT))
-            )
-    return limits
-
-
-def _models(models: Any) -> tuple[str, ...] | None:
-    if models is None:
-        return None
-    if (
-        not isinstance(models, list)
-        or not 1 <= len(models) <= MAX_MODELS
-        or not all(isinstance(m, str) and 0 < len(m) <= MAX_MODEL_LEN for m in models)
-    ):
-        raise parameters.invalid(
-            "models", models, f"Expected a list of 1 to {MAX_MODELS} names, or null."
-        )
-    return tuple(models)
+def _limits(given: docs.ClientLimits) -> dict[str, Any]:
+    """The limits that a call gives, null included, by field of an allowance."""
+    return {
+        name: getattr(given, field)
+        for name, field in LIMITS.items()
+        if field in given.model_fields_set
+    }
 
 
 def _cancel_batches(service: BatchService, key_id: str) -> list[str]:

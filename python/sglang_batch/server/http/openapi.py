@@ -1,28 +1,63 @@
 """Schemas of our routes for the server's documentation (``/docs``, ``/openapi.json``).
 
 Our routes read the bodies of requests themselves, since some are too large for memory, so
-FastAPI cannot infer their schemas. They are tested with calls generated from them, and do
-not validate requests: see :mod:`.parameters`.
+FastAPI cannot infer their schemas. They check the bodies with
+:func:`~.parameters.checked`, and are tested with calls generated from them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
 import openai.types as official
 from fastapi import Query
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+)
 from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import PydanticCustomError
 
 from ...batch_api import protocol as api
 from ...batch_api.message_batches import MAX_REQUESTS
-from ..access.keys import NAME_LEN
+from ..access.keys import NAME_LEN, check_name
 from .idempotency import MAX_KEY_LEN
 
 Docs = dict[str, Any]
 Binary = Annotated[bytes, WithJsonSchema({"type": "string", "format": "binary"})]
-Purpose = Annotated[str, Field(json_schema_extra={"enum": list(api.FILE_PURPOSES)})]
+
+
+def _one_of(choices: Iterable[str]) -> tuple[Any, Any]:
+    """The annotations of a string that must be one of ``choices``."""
+    listed = list(choices)
+
+    def check(value: str) -> str:
+        if value not in listed:
+            context = {"expected": ", ".join(map(repr, listed))}
+            raise PydanticCustomError("literal_error", "unknown value", context)
+        return value
+
+    return AfterValidator(check), Field(json_schema_extra={"enum": listed})
+
+
+def _window(value: object) -> object:
+    short = isinstance(value, str) and len(value) <= api.MAX_ID_LEN
+    if short and api.window_seconds(str(value)) is None:
+        raise ValueError("Use '24h' or another duration such as '30m', '6h' or '7d'")
+    return value
+
+
+def _client_name(value: object) -> object:
+    return check_name(value) if isinstance(value, str) else value
+
+
+Purpose = Annotated[str, *_one_of(api.FILE_PURPOSES)]
 Filename = Annotated[str, Field(max_length=api.MAX_FILENAME_LEN)]
 Seconds = Annotated[int, Field(ge=api.MIN_EXPIRY_S, le=api.MAX_EXPIRY_S)]
 ModelName = Annotated[str, Field(min_length=1, max_length=512)]
@@ -37,6 +72,10 @@ class _RequestBody(BaseModel):
 class ExpiresAfter(_RequestBody):
     anchor: Literal["created_at"]
     seconds: Seconds
+
+
+def seconds_of(expires_after: ExpiresAfter | None) -> int | None:
+    return None if expires_after is None else expires_after.seconds
 
 
 BodyKey = Annotated[str, Field(min_length=1, max_length=MAX_KEY_LEN)]
@@ -65,6 +104,14 @@ class NewFile(_RepeatableForm):
     )
 
 
+class FileFields(BaseModel):
+    """The fields of a form with a file, as a JSON body would have them."""
+
+    filename: Filename
+    purpose: Purpose
+    expires_after: ExpiresAfter | None = None
+
+
 class NewUpload(_RepeatableBody):
     filename: Filename
     """With purpose `batch`, the name must end in `.jsonl` or have no suffix."""
@@ -91,8 +138,8 @@ class CompletedUpload(_RepeatableBody):
 class NewBatch(_RepeatableBody):
     input_file_id: Annotated[str, Field(max_length=api.MAX_ID_LEN)]
     """A file with purpose `batch`, which has one JSON line per request."""
-    endpoint: Annotated[str, Field(json_schema_extra={"enum": list(api.ENDPOINTS)})]
-    completion_window: str = Field(
+    endpoint: Annotated[str, *_one_of(api.ENDPOINTS)]
+    completion_window: Annotated[str, BeforeValidator(_window)] = Field(
         pattern=r"^([0-9]{1,9}[smhd])+$",
         max_length=api.MAX_ID_LEN,
         examples=["24h", "30m"],
@@ -158,7 +205,7 @@ class ClientLimits(_RequestBody):
 
 
 class NewApiKey(ClientLimits):
-    name: str = Field(
+    name: Annotated[str, BeforeValidator(_client_name)] = Field(
         pattern=r"^\.*[A-Za-z0-9_@-][A-Za-z0-9._@-]*$", max_length=NAME_LEN
     )
     """Owner of all files and batches that are made with the key."""

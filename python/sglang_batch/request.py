@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import msgspec
 
@@ -77,30 +78,29 @@ _SUFFIXES = re.compile(r"(\.[a-z]*\d{6})+$", re.ASCII)
 _NUMBER = re.compile(r"(\d+)(?:\.try(\d+))?(?:\.(\d+))?", re.ASCII)
 
 
+class _Counts:
+    """Counts that are added field by field."""
+
+    __slots__: tuple[str, ...] = ()
+
+    def counts(self) -> tuple[int, ...]:
+        return tuple(getattr(self, name) for name in self.__slots__)
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*map(operator.add, self.counts(), other.counts()))
+
+    def __sub__(self, other: Self) -> Self:
+        return type(self)(*map(operator.sub, self.counts(), other.counts()))
+
+
 @dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(_Counts):
     """Token counts of one answer, or sums over many."""
 
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     reasoning_tokens: int = 0
-
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(
-            self.input_tokens + other.input_tokens,
-            self.cached_tokens + other.cached_tokens,
-            self.output_tokens + other.output_tokens,
-            self.reasoning_tokens + other.reasoning_tokens,
-        )
-
-    def __sub__(self, other: Usage) -> Usage:
-        return Usage(
-            self.input_tokens - other.input_tokens,
-            self.cached_tokens - other.cached_tokens,
-            self.output_tokens - other.output_tokens,
-            self.reasoning_tokens - other.reasoning_tokens,
-        )
 
     def possible_hit_rate(self, shared: float) -> float:
         """The fraction that a perfect cache would have saved, of these tokens.
@@ -118,7 +118,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
+class Cuts(_Counts):
     """Answers that each stop rule has ended.
 
     length: those that ended at their limit of tokens, ``finish_reason`` ``length``.
@@ -129,17 +129,9 @@ class Cuts:
     repetition: int = 0
     length: int = 0
 
-    def __add__(self, other: Cuts) -> Cuts:
-        return Cuts(
-            self.json + other.json,
-            self.regex + other.regex,
-            self.repetition + other.repetition,
-            self.length + other.length,
-        )
-
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Work(_Counts):
     """What an engine did for a request, in the terms of the cost model.
 
     tokens: those of prompts that were computed, and of answers.
@@ -151,13 +143,6 @@ class Work:
     tokens: int = 0
     attended: int = 0
     reads: int = 0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(
-            self.tokens + other.tokens,
-            self.attended + other.attended,
-            self.reads + other.reads,
-        )
 
     @classmethod
     def of_sequence(cls, computed: int, cached: int, generated: int) -> Work:

@@ -232,9 +232,9 @@ def test_a_sample_that_fails_is_not_the_last(
         engine = Broken()
         history = History(store, engine)
         add(store)
-        history.start()
+        history.sampling.start()
         await engine.until(lambda: engine.num_asked == 3)
-        await history.stop()
+        await history.sampling.stop()
         assert history.points()[0].kv == KV
 
     monkeypatch.setattr(history_module, "SAMPLE_S", 0.001)

@@ -42,8 +42,6 @@ _NAMES = tuple(name.encode() for name in _GREEDY_TEXT)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _params = msgspec.json.Decoder(dict[str, msgspec.Raw] | list[dict[str, msgspec.Raw]])
 _number = msgspec.json.Decoder(int | float | None)
-# Hashes are compared in so many parts.
-_PARTS = 16
 
 
 def request_key(request: BatchRequestInput) -> bytes | None:
@@ -167,15 +165,11 @@ def find_equal(
 
 def _places_of_equal(hashes: NDArray[np.uint64]) -> Iterator[NDArray[np.int64]]:
     """The places of each hash that is there several times, rising. 0 is no hash."""
-    # One byte of each hash divides them into parts, as sorting all takes 8 bytes a hash.
-    part_of = hashes.view(np.uint8)[:: hashes.itemsize] % _PARTS
-    for part in range(_PARTS):
-        places = np.flatnonzero((part_of == part) & (hashes != 0))
-        places = places[hashes[places].argsort(kind="stable")]
-        found = hashes[places]
-        equal_to_next = np.flatnonzero(found[1:] == found[:-1])
-        if not len(equal_to_next):
-            continue
-        ends = np.flatnonzero(np.diff(equal_to_next) > 1) + 1
-        for stretch in np.split(equal_to_next, ends):
+    places = np.flatnonzero(hashes)
+    places = places[hashes[places].argsort(kind="stable")]
+    found = hashes[places]
+    equal_to_next = np.flatnonzero(found[1:] == found[:-1])
+    ends = np.flatnonzero(np.diff(equal_to_next) > 1) + 1
+    for stretch in np.split(equal_to_next, ends):
+        if len(stretch):
             yield places[stretch[0] : stretch[-1] + 2]

@@ -7,6 +7,7 @@ from typing import Any
 
 from openai.types import Batch, FileObject, Upload
 from openai.types.uploads import UploadPart
+from pydantic import BaseModel
 
 from ..request import Usage
 
@@ -83,20 +84,21 @@ def _cost(row: Row, price: float | None) -> dict[str, Any]:
 
 def file_object(row: Row) -> dict[str, Any]:
     # Not validated: the client's type lacks a purpose that its uploads may have.
-    fields = {key: row.get(key) for key in FileObject.model_fields}
-    return fields | {"object": "file", "status": "processed"}
+    return _object(FileObject, row, "file") | {"status": "processed"}
 
 
 def upload_object(row: Row, file: Row | None = None) -> dict[str, Any]:
     """An upload as the API shows it, with the file made from it."""
-    fields = {key: row.get(key) for key in Upload.model_fields}
     shown = None if file is None else file_object(file)
-    return fields | {"object": "upload", "file": shown}
+    return _object(Upload, row, "upload") | {"file": shown}
 
 
 def part_object(row: Row) -> dict[str, Any]:
-    fields = {key: row.get(key) for key in UploadPart.model_fields}
-    return fields | {"object": "upload.part"}
+    return _object(UploadPart, row, "upload.part")
+
+
+def _object(kind: type[BaseModel], row: Row, name: str) -> dict[str, Any]:
+    return {key: row.get(key) for key in kind.model_fields} | {"object": name}
 
 
 def list_object(objects: list[dict[str, Any]], limit: int) -> dict[str, Any]:

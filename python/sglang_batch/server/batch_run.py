@@ -46,10 +46,11 @@ from ..request import (
 from ..store.batch_store import BatchStore, Row, now
 from ..store.files import atomic_write
 from ..store.result_log import ResultLog
+from .background import in_thread
 from .batch_input import check_input, errors_json, open_input
 from .batch_log import batch_changed
 from .bills import Bill
-from .result_saver import Pauses, ResultSaver, finish, in_thread
+from .result_saver import Pauses, ResultSaver, finish
 
 
 @dataclass

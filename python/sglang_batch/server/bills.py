@@ -6,7 +6,7 @@ from ..job.engine import Engine
 from ..job.engine_time import Account, EngineTime
 from ..store.batch_store import BatchStore
 from .access.usage import add_usage
-from .result_saver import in_thread
+from .background import in_thread
 
 # The seconds of batches that have ended are written again when they change by this share.
 _WORTH_WRITING = 0.01

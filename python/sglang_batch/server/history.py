@@ -5,12 +5,9 @@ Kept only in memory: a new server has no history, even on an old store.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,15 +15,12 @@ from ..batch_api import protocol as api
 from ..batch_api.objects import computed_usage
 from ..job.engine import Engine, KvUse
 from ..store.batch_store import BatchStore, Row
-
-logger = logging.getLogger(__name__)
+from .background import Repeated
 
 SAMPLE_S = 5.0
 NUM_POINTS = 720
 # Seconds over which a rate is measured.
 WINDOW_S = 60.0
-# If more batches than this begin and end between two samples, some are missed.
-NUM_NEWEST = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +83,11 @@ class History:
         self._tracks: dict[str, deque[tuple[float, _Counts]]] = {}
         self._left: dict[str, int] = {}
         self._sampled_at: float | None = None
-        self._last_seq = 0
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._keep_sampling())
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        self._newest_seq: int | None = None
+        self._seqs: list[int] = []  # of the batches that were active
+        self.sampling = Repeated(
+            lambda: self.sample(time.time()), SAMPLE_S, "Taking a sample of the batches"
+        )
 
     async def sample(self, now: float) -> None:
         """Sample the active batches and the engine, at a Unix time in seconds."""
@@ -109,7 +97,9 @@ class History:
             self._tracks.clear()
             self._points.clear()
             before = None
-        rows = self._rows()
+        rows, self._newest_seq = self._store.changed_batches(
+            api.ACTIVE_STATUSES, self._newest_seq, self._seqs
+        )
         growths = [self._note(row, now, before) for row in rows]
         grown = _Counts(*map(sum, zip(_NOTHING, *growths, strict=True)))
         active = {
@@ -117,6 +107,7 @@ class History:
         }
         for batch_id in self._tracks.keys() - active.keys():
             del self._tracks[batch_id]
+        self._seqs = [row["seq"] for row in active.values()]
         self._left = {
             batch_id: int(max(row["total"] - row["completed"] - row["failed"], 0))
             for batch_id, row in active.items()
@@ -160,33 +151,6 @@ class History:
         if self._points and after > self._points[-1].time:
             after = 0.0
         return [point for point in self._points if point.time > after]
-
-    async def _keep_sampling(self) -> None:
-        while True:
-            try:
-                await self.sample(time.time())
-            except Exception:
-                # Batches continue without a history.
-                logger.exception("Taking a sample of the batches failed")
-            await asyncio.sleep(SAMPLE_S)
-
-    def _rows(self) -> list[Row]:
-        """Batches that have not ended, and those that ended since the last sample."""
-        rows = self._store.batches_in(api.ACTIVE_STATUSES)
-        active = {row["id"] for row in rows}
-        ended = self._tracks.keys() - active
-        found = (self._store.get_batch(batch_id) for batch_id in ended)
-        rows += [row for row in found if row is not None]
-        # Small ones may have begun and ended in between.
-        newest = self._store.list_batches(after=None, limit=NUM_NEWEST)
-        if self._sampled_at is not None:
-            rows += [
-                row
-                for row in newest
-                if row["seq"] > self._last_seq and row["id"] not in active
-            ]
-        self._last_seq = max((row["seq"] for row in newest), default=0)
-        return rows
 
     def _note(self, row: Row, now: float, before: float | None) -> _Counts:
         """Add a batch's counts to its track and return by how much they grew."""

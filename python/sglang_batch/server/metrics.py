@@ -8,20 +8,17 @@ values, never an id or a client's text.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 from ..batch_api import protocol as api
 from ..store.batch_store import BatchStore, Row
 from ..store.files import FileLock
 from .access.usage import COUNTS, usage_totals
+from .background import Repeated, in_thread
 from .service import BatchService
-
-logger = logging.getLogger(__name__)
 
 # The outcome of lines without an answer in a batch that had enough of them.
 GIVEN_UP = "given_up"
@@ -151,38 +148,43 @@ class BatchMetrics:
 
     async def sample(self) -> None:
         """Read the store, and publish the changes if this process is the publisher."""
-        seen = await asyncio.to_thread(
-            StoreSample, self._service.store, self._newest_seq, list(self._active)
+        store, first = self._service.store, self._newest_seq is None
+        rows, self._newest_seq = await in_thread(
+            store.changed_batches,
+            api.ACTIVE_STATUSES,
+            self._newest_seq,
+            list(self._active),
         )
         self._count_retries()
         publishing = self._publisher.acquire("metrics") is None
-        await asyncio.to_thread(self._usage.sample, self._service.store, publishing)
+        await in_thread(self._usage.sample, store, publishing)
         # Counters leave out whatever happened before the server started.
-        if publishing and self._newest_seq is not None:
-            for row in seen.rows:
+        if publishing and not first:
+            for row in rows:
                 self._count(self._active.get(row["seq"], _NEW), row)
-        self._newest_seq = seen.newest_seq
         self._active = {
-            row["seq"]: row for row in seen.rows if row["status"] in api.ACTIVE_STATUSES
+            row["seq"]: row for row in rows if row["status"] in api.ACTIVE_STATUSES
         }
         if publishing:
-            self._set_gauges(seen)
+            await in_thread(self._set_gauges, store)
 
     def close(self) -> None:
         """Let another process publish."""
         self._publisher.release()
 
-    def _set_gauges(self, seen: StoreSample) -> None:
+    def _set_gauges(self, store: BatchStore) -> None:
         gauges = self._gauges
+        by_status = "SELECT status, count(*) AS num FROM batches GROUP BY status"
+        numbers = {row["status"]: row["num"] for row in store.rows(by_status)}
         for status in STATUSES:
-            gauges["batches"].labels(status).set(seen.num_by_status.get(status, 0))
+            gauges["batches"].labels(status).set(numbers.get(status, 0))
         active = list(self._active.values())
         kinds = [pause_kind(row.get("paused_reason")) for row in active]
         for kind in {*PAUSE_KINDS.values(), OTHER}:
             gauges["batches_paused"].labels(kind).set(kinds.count(kind))
         gauges["lines_left"].set(sum(map(_num_left, active)))
         gauges["eta_seconds"].set(max(map(self._eta_s, active), default=0))
-        gauges["stored_bytes"].set(seen.stored_bytes)
+        gauges["stored_bytes"].set(store.bytes_stored())
 
     def _eta_s(self, row: Row) -> float:
         """Seconds until a batch is done, or 0 if unknown."""
@@ -263,53 +265,13 @@ async def published(
         yield
         return
     metrics = BatchMetrics(service, registry=registry)
-    over = asyncio.Event()
-    work = asyncio.create_task(_keep(metrics, over, every_s))
+    sampling = Repeated(metrics.sample, every_s, "Reading the batches for the metrics")
+    sampling.start()
     try:
         yield
     finally:
-        # Not cancelled: the thread that reads the store must end before that closes.
-        over.set()
-        await work
+        await sampling.stop()
         metrics.close()
-
-
-async def _keep(metrics: BatchMetrics, over: asyncio.Event, every_s: float) -> None:
-    while not over.is_set():
-        try:
-            await metrics.sample()
-        except Exception:
-            # A busy database, say. The next sample will do.
-            logger.exception("Reading the batches for the metrics failed")
-        with suppress(TimeoutError):
-            await asyncio.wait_for(over.wait(), every_s)
-
-
-class StoreSample:
-    """The batches that changed since the last sample, and totals of the store.
-
-    These are the batches that are active, were active by ``seqs``, or are newer
-    than ``newest_seq``. In the first sample, which has none, the active ones only.
-    """
-
-    def __init__(
-        self, store: BatchStore, newest_seq: int | None, seqs: list[int]
-    ) -> None:
-        if newest_seq is None:
-            [newest] = store.rows("SELECT coalesce(max(seq), 0) AS seq FROM batches")
-            newest_seq = int(newest["seq"])
-        active = ", ".join("?" * len(api.ACTIVE_STATUSES))
-        known = ", ".join(map(str, seqs))
-        self.rows = store.rows(
-            f"SELECT * FROM batches WHERE status IN ({active}) "
-            f"OR seq > ? OR seq IN ({known}) ORDER BY seq",
-            (*api.ACTIVE_STATUSES, newest_seq),
-        )
-        # Taken from these rows: a batch created meanwhile is in the next sample.
-        self.newest_seq = max([newest_seq, *(row["seq"] for row in self.rows)])
-        by_status = "SELECT status, count(*) AS num FROM batches GROUP BY status"
-        self.num_by_status = {r["status"]: r["num"] for r in store.rows(by_status)}
-        self.stored_bytes = store.bytes_stored()
 
 
 # Names that have a label of their own. The others share one.

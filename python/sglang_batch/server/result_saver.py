@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import json
 import logging
@@ -27,6 +28,7 @@ from ..store.batch_store import BatchStore, Row, now
 from ..store.files import atomic_write
 from ..store.result_log import ResultLog, finished_lines
 from .access.usage import add_usage
+from .background import in_thread
 from .batch_log import batch_changed
 
 logger = logging.getLogger(__name__)
@@ -172,18 +174,15 @@ class ResultSaver:
     def _counts(self) -> dict[str, Any]:
         log = self.log
         codes = self.errors.by_code()
+        merged = dataclasses.asdict(log.merged_usage)
+        del merged["reasoning_tokens"]
         return {
+            **dataclasses.asdict(log.usage),
+            **{f"merged_{name}": count for name, count in merged.items()},
             "completed": log.num_completed,
             "failed": log.num_failed,
-            "input_tokens": log.usage.input_tokens,
-            "cached_tokens": log.usage.cached_tokens,
-            "output_tokens": log.usage.output_tokens,
-            "reasoning_tokens": log.usage.reasoning_tokens,
             "truncated": log.cuts.length,
             "merged": log.num_merged,
-            "merged_input_tokens": log.merged_usage.input_tokens,
-            "merged_cached_tokens": log.merged_usage.cached_tokens,
-            "merged_output_tokens": log.merged_usage.output_tokens,
             "engine_s": self.engine_s(),
             "line_errors": json.dumps(codes) if codes else None,
             "error_reasons": self.errors.as_json(),
@@ -241,20 +240,6 @@ def _body_of(line: bytes) -> bytes:
     except msgspec.DecodeError:
         return b""
     return b"" if response is None else bytes(response.body)
-
-
-async def in_thread(function: Callable[..., T], *args: Any) -> T:
-    """Like ``asyncio.to_thread``, but even if cancelled it waits for the thread.
-
-    Otherwise the thread could work on files that are closed, or on a store that
-    belongs to another server by then.
-    """
-    work = asyncio.ensure_future(asyncio.to_thread(function, *args))
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait({work})
-        raise
 
 
 # Code and message of a line that never ran, by the final status of its batch.

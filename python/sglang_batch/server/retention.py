@@ -113,7 +113,7 @@ def _expired_uploads(store: BatchStore, now: int) -> int:
     )
     _remove(uploads.directory(row["id"]) for row in expired)
     for row in expired:
-        uploads.expire(row["id"], now)
+        uploads.expire(row["id"])
     _delete_old(store, "uploads", "expires_at", now - UPLOAD_KEPT_S)
     return len(expired)
 

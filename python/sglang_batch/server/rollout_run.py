@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +25,7 @@ from ..rollout.sample_groups import (
     expected_len,
     result_of,
 )
+from .background import as_they_come
 
 
 class RolloutRun:
@@ -75,14 +77,9 @@ class RolloutRun:
             self._answered,
             JobOptions(limit=limit, priority=priority, hints=hints),
         )
-        work = asyncio.ensure_future(job.run())
-        work.add_done_callback(lambda _: self._over.put_nowait(None))
-        try:
-            while (group := await self._over.get()) is not None:
+        async with aclosing(as_they_come(self._over, job.run())) as groups:
+            async for group in groups:
                 yield group
-            await work
-        finally:
-            work.cancel()
 
     def stop(self) -> None:
         """Abort everything that runs. The groups follow with their tokens."""

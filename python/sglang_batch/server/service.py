@@ -35,6 +35,7 @@ from ..store.files import move_into_place, sync_file
 from ..store.incoming import Room
 from .access.keys import UNLIMITED, Allowance
 from .access.usage import add_usage, check_limits, used_today
+from .background import as_they_come
 from .batch_log import batch_changed
 from .history import History
 from .rollout_run import RolloutRun
@@ -88,7 +89,7 @@ class BatchService:
             self.answers,
         )
         await self.runner.start()
-        self.history.start()
+        self.history.sampling.start()
 
     async def running_tree(self, limit: int) -> list[TreeNow]:
         """The prefix trees of running batches, none without the planned scheduler."""
@@ -111,7 +112,7 @@ class BatchService:
         """Stop running. The next server runs aborted requests again."""
         if self.worker is not None:
             await self.worker.close()
-        await self.history.stop()
+        await self.history.sampling.stop()
         if self.runner is not None:
             await self.runner.stop()
 
@@ -252,39 +253,32 @@ class BatchService:
         answers: asyncio.Queue[tuple[BatchRequestInput, RequestOutput] | None] = (
             asyncio.Queue()
         )
-        if self._engine is None or self.runner is None:
-            raise StoreError("the batch service has not been started")
+        engine, runner = self._started
         equal = await asyncio.to_thread(
             find_equal, requests, range(len(requests)), self.config.dedupe
         )
-        with self.runner.share.wave() as limit:
+        with runner.share.wave() as limit:
             job = Job(
                 job_id,
                 requests,
                 equal.todo,
-                self._engine,
+                engine,
                 self.config,
                 equal.sharing(lambda *answer: answers.put_nowait(answer)),
                 JobOptions(limit=limit, priority=priority),
             )
-            work = asyncio.ensure_future(job.run())
-            work.add_done_callback(lambda _: answers.put_nowait(None))
-            try:
-                while (answer := await answers.get()) is not None:
+            async with aclosing(as_they_come(answers, job.run())) as found:
+                async for answer in found:
                     yield answer
-                await work
-            finally:
-                work.cancel()
 
     async def run_rollouts(
         self, run: RolloutRun, priority: int = api.INTERACTIVE_PRIORITY
     ) -> AsyncGenerator[GroupResult]:
         """Sample groups with a part of the engine's share, and yield each as it ends."""
-        if self.runner is None:
-            raise StoreError("the batch service has not been started")
+        _, runner = self._started
         self.rollouts[run.id] = run
         try:
-            with self.runner.share.wave() as limit:
+            with runner.share.wave() as limit:
                 async with aclosing(run.groups(self.config, limit, priority)) as over:
                     async for group in over:
                         yield group
@@ -293,6 +287,11 @@ class BatchService:
 
     def rollout_run(self, call: RolloutCall, owner: str) -> RolloutRun:
         """A run of a call, which has not begun."""
-        if self._engine is None:
+        engine, _ = self._started
+        return RolloutRun(new_id("rollout_"), call, engine, owner)
+
+    @property
+    def _started(self) -> tuple[Engine, BatchRunner]:
+        if self._engine is None or self.runner is None:
             raise StoreError("the batch service has not been started")
-        return RolloutRun(new_id("rollout_"), call, self._engine, owner)
+        return self._engine, self.runner

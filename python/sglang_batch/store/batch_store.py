@@ -279,10 +279,29 @@ class BatchStore:
             f"SELECT * FROM batches WHERE status IN ({marks}) ORDER BY seq", statuses
         )
 
+    def changed_batches(
+        self, statuses: tuple[str, ...], newest: int | None, seqs: Iterable[int]
+    ) -> tuple[list[Row], int]:
+        """Batches in these statuses, of ``seqs``, and newer than ``newest``, oldest first.
+
+        Without ``newest``, none are newer. Also returns the newest ``seq``.
+        """
+        if newest is None:
+            [found] = self.rows("SELECT coalesce(max(seq), 0) AS seq FROM batches")
+            newest = int(found["seq"])
+        marks = ", ".join("?" * len(statuses))
+        rows = self.rows(
+            f"SELECT * FROM batches WHERE status IN ({marks}) OR seq > ? "
+            f"OR seq IN ({', '.join(map(str, seqs))}) ORDER BY seq",
+            (*statuses, newest),
+        )
+        # Of these rows: a batch created meanwhile is among the next.
+        return rows, max([newest, *(row["seq"] for row in rows)])
+
     def update_batch(self, batch_id: str, **fields: Any) -> None:
         """Set fields that are not the status."""
         assert "status" not in fields, "use transition() to change a status"
-        self._update(batch_id, fields, None)
+        self.update("batches", batch_id, fields)
 
     def pause(
         self, batch_id: str, reason: str | None, statuses: tuple[str, ...]
@@ -293,21 +312,27 @@ class BatchStore:
         """
         self._paused[batch_id] = reason
         with suppress(sqlite3.OperationalError):
-            self._update(batch_id, {"paused_reason": reason}, statuses)
+            self.update("batches", batch_id, {"paused_reason": reason}, statuses)
             self._paused.pop(batch_id, None)
 
     def transition(
         self, batch_id: str, from_statuses: tuple[str, ...], status: str, **fields: Any
     ) -> bool:
         """Move a batch to another status. False if it is in none of the first ones."""
-        return self._update(batch_id, {"status": status, **fields}, from_statuses)
+        fields["status"] = status
+        return self.update("batches", batch_id, fields, from_statuses)
 
-    def _update(
-        self, batch_id: str, fields: Row, from_statuses: tuple[str, ...] | None
+    def update(
+        self,
+        table: str,
+        row_id: str,
+        fields: Row,
+        from_statuses: tuple[str, ...] | None = None,
     ) -> bool:
+        """Set fields of a row, if it is in one of these statuses. False if it is not."""
         assignments = ", ".join(f"{name} = ?" for name in fields)
-        query = f"UPDATE batches SET {assignments} WHERE id = ?"
-        values = [*fields.values(), batch_id]
+        query = f"UPDATE {table} SET {assignments} WHERE id = ?"
+        values = [*fields.values(), row_id]
         if from_statuses is not None:
             query += f" AND status IN ({', '.join('?' * len(from_statuses))})"
             values += from_statuses

@@ -278,7 +278,7 @@ class UploadStore:
         pending.
         """
         sync_file(source)
-        with self.store.atomic() as db:
+        with self.store.atomic():
             if not self._pending(upload_id):
                 return False
             upload = self.get(upload_id)
@@ -291,34 +291,24 @@ class UploadStore:
                 kept_s,
                 upload["owner"],
             )
-            db.execute(
-                "UPDATE uploads SET status = ?, file_id = ?, completed_with = ?"
-                " WHERE id = ?",
-                (COMPLETED, file_id, completed_with, upload_id),
-            )
+            ended = {"file_id": file_id, "completed_with": completed_with}
+            self.store.update("uploads", upload_id, {"status": COMPLETED, **ended})
             on_made(file)
         self.remove_parts(upload_id)
         return True
 
     def cancel(self, upload_id: str) -> bool:
         """Cancel an upload and delete its parts. False if it is not pending."""
-        with self.store.atomic() as db:
+        with self.store.atomic():
             if not self._pending(upload_id):
                 return False
-            db.execute(
-                "UPDATE uploads SET status = ? WHERE id = ?", (CANCELLED, upload_id)
-            )
+            self.store.update("uploads", upload_id, {"status": CANCELLED})
         self.remove_parts(upload_id)
         return True
 
-    def expire(self, upload_id: str, at: int) -> None:
-        """Record that an upload has expired, and delete its parts."""
-        with self.store.atomic() as db:
-            db.execute(
-                "UPDATE uploads SET status = ?"
-                " WHERE id = ? AND status = ? AND expires_at <= ?",
-                (EXPIRED, upload_id, PENDING, at),
-            )
+    def expire(self, upload_id: str) -> None:
+        """Record that a pending upload has expired, and delete its parts."""
+        self.store.update("uploads", upload_id, {"status": EXPIRED}, (PENDING,))
         self.remove_parts(upload_id)
 
     def remove_parts(self, upload_id: str) -> None:

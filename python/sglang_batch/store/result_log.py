@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
 import msgspec
 import numpy as np
@@ -32,7 +32,7 @@ NO_CUTS = Cuts()
 class _Record(msgspec.Struct, array_like=True):
     index: int
     ok: bool
-    usage: tuple[int, int, int, int]
+    usage: Annotated[tuple[int, ...], msgspec.Meta(min_length=4, max_length=4)]
     line: msgspec.Raw
     # Absent in logs of earlier releases.
     merged: bool = False
@@ -130,14 +130,9 @@ class ResultLog:
         """
         if self._offsets[index] != _MISSING:
             return
-        counts = (
-            usage.input_tokens,
-            usage.cached_tokens,
-            usage.output_tokens,
-            usage.reasoning_tokens,
+        record = _Record(
+            index, ok, usage.counts(), msgspec.Raw(line), merged, cuts.counts()
         )
-        cut = (cuts.json, cuts.regex, cuts.repetition, cuts.length)
-        record = _Record(index, ok, counts, msgspec.Raw(line), merged, cut)
         offset = self._log.append(json_line(record))
         self._account(record, offset)
 
@@ -230,8 +225,6 @@ def _keep_damaged(log: AppendLog, offset: int, data: bytes) -> None:
 
 # One of this many line offsets is kept. The lines in between are read.
 EVERY = 64
-_BLOCK = 1 << 18
-_NEWLINE = 10
 
 
 class LineIndex:
@@ -268,17 +261,14 @@ class LineIndex:
         if now.st_ino != self._inode or now.st_size < self._end:
             self._start_over()
             self._inode = now.st_ino
-        at = self._end
-        file.seek(at)
-        while block := file.read(min(_BLOCK, now.st_size - at)):
-            newlines = np.flatnonzero(np.frombuffer(block, np.uint8) == _NEWLINE)
-            begins = newlines + (at + 1)
-            first = -(self._num_lines + 1) % EVERY
-            self._offsets.extend(begins[first::EVERY].tolist())
-            if len(begins):
-                self._num_lines += len(begins)
-                self._end = int(begins[-1])
-            at += len(block)
+        file.seek(self._end)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            self._num_lines += 1
+            self._end += len(line)
+            if self._num_lines % EVERY == 0:
+                self._offsets.append(self._end)
 
 
 @lru_cache(maxsize=256)

@@ -8,7 +8,7 @@ of a model decide alike.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 # Longest pattern, in characters. One of 256 takes at most some 30 ms to compile.
@@ -89,31 +89,11 @@ class RegexRule:
 
     def _again(self) -> int | None:
         """Read the answer anew with own states: others may have used up the shared ones."""
-        _forget(self.pattern)
+        _compiled.cache_clear()  # rare, so others may be compiled again
         self._matcher, self._is_shared = _compile(self.pattern), False
         *before, last = self._text
         self._end(b"".join(before))
         return self._end(last)
-
-
-def _compiled(pattern: str) -> Any:
-    """A matcher to be copied. Raises as :func:`_compile`."""
-    found = _matchers().get(pattern)
-    if found is None:
-        found = _compile(pattern)
-        if len(_matchers()) >= _KEPT:
-            del _matchers()[next(iter(_matchers()))]
-        _matchers()[pattern] = found
-    return found
-
-
-@cache
-def _matchers() -> dict[str, Any]:
-    return {}
-
-
-def _forget(pattern: str) -> None:
-    _matchers().pop(pattern, None)
 
 
 def _compile(pattern: str) -> Any:
@@ -127,6 +107,10 @@ def _compile(pattern: str) -> Any:
     inner = pattern[1:] if anchored else pattern
     _matcher(inner)  # alone, so that it cannot close our group
     return _matcher(f"(?:{inner})" if anchored else f"(?s:.*)(?:{inner})")
+
+
+# Matchers to be copied.
+_compiled = lru_cache(maxsize=_KEPT)(_compile)
 
 
 def _matcher(regex: str) -> Any:

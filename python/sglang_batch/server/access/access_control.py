@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 import secrets
@@ -10,14 +9,13 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...store.batch_store import BatchStore, Row
-from ..result_saver import in_thread
+from ..background import Repeated, in_thread
 from . import key_table
 from .keys import Caller, FixedKeys, Role, digest
 from .usage import add_usage, check_limits, used_today
@@ -48,7 +46,9 @@ class AccessControl:
         self._db = _reader(self.store.directory)
         self._unwritten: dict[str, Counter[str]] = {}
         self._lock = threading.Lock()
-        self._writing: asyncio.Task[None] | None = None
+        self._writing = Repeated(
+            lambda: in_thread(self.write), WRITE_EVERY_S, "Writing the usage of keys"
+        )
 
     def close(self) -> None:
         self._db.close()
@@ -118,20 +118,11 @@ class AccessControl:
                 self._unwritten.setdefault(name, Counter()).update(counts)
 
     def start(self) -> None:
-        self._writing = asyncio.create_task(self._keep_writing())
+        self._writing.start()
 
     async def stop(self) -> None:
-        if self._writing is not None:
-            self._writing.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._writing
+        await self._writing.stop()
         self.write()
-
-    async def _keep_writing(self) -> None:
-        while True:
-            await asyncio.sleep(WRITE_EVERY_S)
-            if self._unwritten:
-                await in_thread(self.write)
 
     def write(self) -> None:
         """Write the counts. A full disk only delays it."""

@@ -63,7 +63,10 @@ UNLIMITED = Allowance()
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who makes a call and owns what it makes, and whether it sees all objects."""
+    """Who makes a call, and whether it sees all objects.
+
+    ``name`` is the owner of new objects, empty without a named key.
+    """
 
     name: str
     role: Role
@@ -72,6 +75,7 @@ class Caller:
 
     @property
     def sees(self) -> str | None:
+        """The owner whose objects it sees, or None for all owners."""
         return None if self.sees_all else self.name
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterable
 from typing import Any
 
 from ...batch_api.objects import dollars
@@ -26,6 +27,11 @@ COUNTS = (
     "output_tokens",
     "merged_tokens",
     "engine_s",
+)
+_TOKENS = ("input_tokens", "cached_tokens", "output_tokens")
+COST_COLUMNS = (
+    *("completed", "failed", "merged", "engine_s"),
+    *(*_TOKENS, *(f"merged_{name}" for name in _TOKENS)),
 )
 _DAY_S = 86_400
 
@@ -67,9 +73,12 @@ def usage_since(store: BatchStore, day: str, name: str | None = None) -> list[Ro
 
 def usage_totals(store: BatchStore) -> dict[str, Row]:
     """The sums of each client over all days, by name."""
-    sums = ", ".join(f"SUM({c}) AS {c}" for c in COUNTS)
-    rows = store.rows(f"SELECT name, {sums} FROM usage GROUP BY name")
+    rows = store.rows(f"SELECT name, {_sums(COUNTS)} FROM usage GROUP BY name")
     return {row["name"]: row for row in rows}
+
+
+def _sums(columns: Iterable[str]) -> str:
+    return ", ".join(f"SUM({column}) AS {column}" for column in columns)
 
 
 def used_today(query: Query, name: str) -> dict[str, int]:
@@ -131,14 +140,7 @@ def costs_by_label(
     before the Unix time ``since`` do not count.
     """
     return store.rows(
-        "SELECT found.value AS value, COUNT(*) AS batches,"
-        " SUM(completed) AS completed, SUM(failed) AS failed, SUM(merged) AS merged,"
-        " SUM(input_tokens) AS input_tokens, SUM(cached_tokens) AS cached_tokens,"
-        " SUM(output_tokens) AS output_tokens,"
-        " SUM(merged_input_tokens) AS merged_input_tokens,"
-        " SUM(merged_cached_tokens) AS merged_cached_tokens,"
-        " SUM(merged_output_tokens) AS merged_output_tokens,"
-        " SUM(engine_s) AS engine_s"
+        f"SELECT found.value AS value, COUNT(*) AS batches, {_sums(COST_COLUMNS)}"
         " FROM batches LEFT JOIN json_each(batches.metadata) AS found"
         " ON found.key = ?"
         " WHERE batches.created_at >= ? AND batches.owner = COALESCE(?, batches.owner)"

@@ -19,7 +19,7 @@ from ...job.engine import WAVE_PATH, WORKER_PATH
 from ...rollout.rollout_call import ROLLOUTS_PATH
 from ..access.access_control import AccessControl, current_caller
 from ..access.keys import ANYBODY, SGLANG_ADMIN, Caller, Role, body_refusal
-from .calls import KnownRoute, RouteFinder, config_of, path_of
+from .calls import KnownRoute, RouteFinder, config_of
 from .error_responses import error_at
 
 CALLER = "offline_batch_caller"
@@ -29,16 +29,6 @@ def caller_of(request: Request) -> Caller:
     """Who makes a call. On a server without keys, anybody."""
     caller: Caller = getattr(request.state, CALLER, ANYBODY)
     return caller
-
-
-def owner_of(request: Request) -> str:
-    """The owner of new objects: the name of the caller's key, empty without one."""
-    return caller_of(request).name
-
-
-def owner_seen(request: Request) -> str | None:
-    """The owner whose objects a call sees, or None if it sees those of all owners."""
-    return caller_of(request).sees
 
 
 def access_of(request: Request) -> AccessControl:
@@ -347,4 +337,4 @@ async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -
         await receive()  # the client's connect message
         await send({"type": "websocket.close", "code": 1008})
         return
-    await error_at(path_of(scope), error)(scope, receive, send)
+    await error_at(scope, error)(scope, receive, send)

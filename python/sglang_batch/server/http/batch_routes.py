@@ -14,8 +14,8 @@ from ...store.batch_store import Row, now
 from ..access.usage import cost_object, costs_by_label
 from . import openapi as docs
 from . import parameters
-from .authorization import caller_of, owner_field, owner_seen
-from .error_responses import OpenAIRoute
+from .authorization import caller_of, owner_field
+from .error_responses import OurRoute
 from .idempotency import REPEATED_WITHIN_S, Keep, answer_once, is_repeated
 from .result_responses import JSONL, batch_results
 
@@ -24,9 +24,7 @@ MAX_BATCH_PAGE = 100
 MAX_LINES = 1 << 62
 MAX_COST_DAYS = 366
 
-router = APIRouter(
-    route_class=OpenAIRoute, responses=docs.OPENAI_ERRORS, tags=["Batches"]
-)
+router = APIRouter(route_class=OurRoute, responses=docs.OPENAI_ERRORS, tags=["Batches"])
 
 
 @router.post(
@@ -77,7 +75,7 @@ def list_batches(
     limit: Annotated[int, *parameters.page_limit(MAX_BATCH_PAGE)] = 20,
 ) -> JSONResponse:
     """List batches, newest first, one page at a time."""
-    store, owner = parameters.service_of(request).store, owner_seen(request)
+    store, owner = parameters.service_of(request).store, caller_of(request).sees
     place = store.place(after, API, owner) if after else None
     if after and place is None:
         raise _no_such_batch(after, "after")
@@ -147,7 +145,7 @@ def list_costs(
     """
     service = parameters.service_of(request)
     since = now() - days * 86_400
-    rows = costs_by_label(service.store, label, since, owner_seen(request))
+    rows = costs_by_label(service.store, label, since, caller_of(request).sees)
     price = service.config.dollars_per_hour
     data = [cost_object(row, price) for row in rows]
     return JSONResponse({"object": "list", "label": label, "data": data})
@@ -159,7 +157,7 @@ def delete_batch(request: Request, batch_id: str) -> JSONResponse:
 
     A repeated call has the same answer.
     """
-    store, owner = parameters.service_of(request).store, owner_seen(request)
+    store, owner = parameters.service_of(request).store, caller_of(request).sees
     was_deleted = store.was_deleted(batch_id, API, owner)
     row = None if was_deleted else _batch_row(request, batch_id)
     if (
@@ -177,7 +175,9 @@ def delete_batch(request: Request, batch_id: str) -> JSONResponse:
 
 def _batch_row(request: Request, batch_id: str) -> dict[str, Any]:
     """The caller's batch with this id, unless it belongs to another API."""
-    row = parameters.service_of(request).store.get_batch(batch_id, owner_seen(request))
+    row = parameters.service_of(request).store.get_batch(
+        batch_id, caller_of(request).sees
+    )
     if row is None or row["api"] != API:
         raise _no_such_batch(batch_id)
     return row

@@ -78,22 +78,10 @@ class RouteFinder:
                 yield route
 
 
-# Whether a call is one of ours, by its path.
-IsOurs = Callable[[str], bool]
-
-
 def path_of(scope: Scope) -> str:
     """The path of a call below the server's root path."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
-
-
-def header_of(scope: Scope, name: bytes) -> str | None:
-    """The first header of this lowercase name, or None."""
-    for each, value in scope["headers"]:
-        if each.lower() == name:
-            return str(value.decode("latin-1"))
-    return None
 
 
 def without_header(scope: Scope, name: bytes) -> Scope:

@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Scope
 
 from ...batch_api import message_batches
 from ...batch_api import protocol as api
@@ -29,35 +30,32 @@ RETRY_WITHIN_S = 8
 _routes = RouteFinder()
 
 
-class OpenAIRoute(APIRoute):
+class OurRoute(APIRoute):
+    """A route with the errors of the API to which its path belongs."""
+
     def get_route_handler(
         self,
     ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
-        async def handle_with_nested_errors(request: Request) -> Response:
+        async def handle_with_our_errors(request: Request) -> Response:
             try:
                 return await handle(request)
             except Exception as error:
-                return error_response(api_error(request, error))
+                return error_at(request.scope, _api_error(request, error))
 
-        return handle_with_nested_errors
+        return handle_with_our_errors
 
 
-def api_error(
-    request: Request, error: Exception, invalid: str = "Invalid value for '{}': {}."
-) -> ApiError:
-    """The error that answers a call, from whatever its route has raised.
-
-    ``invalid`` is the message for a query parameter, with places for its name and
-    the reason.
-    """
+def _api_error(request: Request, error: Exception) -> ApiError:
+    """The error that answers a call, from whatever its route has raised."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         param = str(first["loc"][-1])
-        return ApiError(400, invalid.format(param, first["msg"]), param=param)
+        message = f"Invalid value for '{param}': {first['msg']}."
+        return ApiError(400, message, param=param)
     if isinstance(error, HTTPException):  # such as a form that cannot be parsed
         return ApiError(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, ClientDisconnect):  # nobody reads this answer
@@ -87,38 +85,33 @@ def storage_error(error: Exception) -> ApiError | None:
     return None
 
 
-def error_response(error: ApiError) -> JSONResponse:
-    content = api.error_body(
-        error.message,
-        status_code=error.status_code,
-        param=error.param,
-        code=error.code,
-        kind=error.kind,
-    )
-    headers = headers_of(error)
+def is_anthropic(path: str) -> bool:
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def error_at(scope: Scope, error: ApiError) -> JSONResponse:
+    """An error in the format of the API to which a call's path belongs."""
+    content: dict[str, Any]
+    if is_anthropic(path_of(scope)):
+        request_id = scope.get("state", {}).get("request_id")
+        content = message_batches.error_body(
+            error.message, error.status_code, request_id
+        )
+    else:
+        content = api.error_body(
+            error.message,
+            status_code=error.status_code,
+            param=error.param,
+            code=error.code,
+            kind=error.kind,
+        )
+    headers = dict(error.headers)
+    if error.retry is not None:
+        headers["x-should-retry"] = str(error.retry).lower()
     if error.status_code == 429:
         # Not one moment for all that were refused at once.
         headers.setdefault("Retry-After", str(random.randint(1, RETRY_WITHIN_S)))
     return JSONResponse(content, error.status_code, headers=headers)
-
-
-def headers_of(error: ApiError) -> dict[str, str]:
-    retry = {} if error.retry is None else {"x-should-retry": str(error.retry).lower()}
-    return error.headers | retry
-
-
-def error_at(
-    path: str, error: ApiError, headers: dict[str, str] | None = None
-) -> JSONResponse:
-    """An error in the format of the API to which a path belongs."""
-    response = error_response(error)
-    if path == "/v1/messages" or path.startswith("/v1/messages/"):
-        content = message_batches.error_body(error.message, error.status_code)
-        own = ("content-length", "content-type")
-        kept = {k: v for k, v in response.headers.items() if k not in own}
-        response = JSONResponse(content, error.status_code, headers=kept)
-    response.headers.update(headers or {})
-    return response
 
 
 async def answer_unknown(request: Request, error: Exception) -> Response:
@@ -136,7 +129,8 @@ async def answer_unknown(request: Request, error: Exception) -> Response:
     named = f"{request.method} {path[:200]}"
     if error.status_code == 404:
         unknown = ApiError(404, f"Unknown request URL: {named}.", code="unknown_url")
-        return error_at(path, unknown)
+        return error_at(request.scope, unknown)
     use = " or ".join(sorted(methods - {"HEAD"}))
     message = f"Method {request.method} is not allowed for {path[:200]}. Use {use}."
-    return error_at(path, ApiError(405, message), {"Allow": ", ".join(sorted(methods))})
+    headers = {"Allow": ", ".join(sorted(methods))}
+    return error_at(request.scope, ApiError(405, message, headers=headers))

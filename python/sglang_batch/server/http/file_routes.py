@@ -19,8 +19,8 @@ from ...store.incoming import CANCELLED, COMPLETED, PENDING, UploadStore
 from ..service import BatchService, new_id
 from . import openapi as docs
 from . import parameters
-from .authorization import owner_field, owner_of, owner_seen
-from .error_responses import OpenAIRoute
+from .authorization import caller_of, owner_field
+from .error_responses import OurRoute
 from .idempotency import Keep, answer_once
 from .multipart_form import received_form, too_large
 from .result_responses import BYTES, JSONL, file_response, results_so_far
@@ -28,9 +28,7 @@ from .result_responses import BYTES, JSONL, file_response, results_so_far
 KIND = "files"
 MAX_FILE_PAGE = 10_000
 
-router = APIRouter(
-    route_class=OpenAIRoute, responses=docs.OPENAI_ERRORS, tags=["Files"]
-)
+router = APIRouter(route_class=OurRoute, responses=docs.OPENAI_ERRORS, tags=["Files"])
 
 
 @router.post(
@@ -47,7 +45,7 @@ async def create_file(request: Request) -> Response:
         if file is None:
             raise ApiError(400, "Missing required parameter: 'file'.", param="file")
         given = {
-            "filename": file.filename or "upload",
+            "filename": form.filename or "upload",
             "purpose": form.fields.get("purpose", ""),
             "expires_after": parameters.form_expires_after(form.fields),
         }
@@ -60,12 +58,12 @@ async def create_file(request: Request) -> Response:
                 new.filename,
                 new.purpose,
                 docs.seconds_of(new.expires_after),
-                owner_of(request),
+                caller_of(request).name,
                 on_made=lambda row: keep(file_object(row)),
             )
             return file_object(row)
 
-        content = json.dumps([form.fields, new.filename, file.sha256], sort_keys=True)
+        content = json.dumps([form.fields, new.filename, form.sha256], sort_keys=True)
         key = form.fields.get(parameters.BODY_KEY)
         return await answer_once(request, content.encode(), make, key)
 
@@ -81,7 +79,7 @@ def list_files(
     """List files by creation time, one page at a time."""
     if order not in ("asc", "desc"):
         raise parameters.invalid("order", order, "Use asc or desc.")
-    store, owner = parameters.service_of(request).store, owner_seen(request)
+    store, owner = parameters.service_of(request).store, caller_of(request).sees
     place = store.place(after, KIND, owner) if after else None
     if after and place is None:
         raise no_such_file(after, "after")
@@ -98,7 +96,9 @@ def list_files(
 @router.get("/v1/files/{file_id}", response_model=docs.FileObject)
 def retrieve_file(request: Request, file_id: str) -> JSONResponse:
     """Get a file's name, size, purpose and times."""
-    row = parameters.service_of(request).store.get_file(file_id, owner_seen(request))
+    row = parameters.service_of(request).store.get_file(
+        file_id, caller_of(request).sees
+    )
     if row is None:
         raise no_such_file(file_id)
     return JSONResponse(_shown(request, row))
@@ -115,7 +115,7 @@ def file_content(request: Request, file_id: str) -> Response:
     The result files of a running batch contain its finished lines so far. The header
     ``X-Incomplete`` tells whether there will be more.
     """
-    store, owner = parameters.service_of(request).store, owner_seen(request)
+    store, owner = parameters.service_of(request).store, caller_of(request).sees
     response = file_response(store, file_id, owner)
     response = response or results_so_far(store, file_id, owner)
     # The batch may have ended between the two calls.
@@ -131,7 +131,7 @@ def delete_file(request: Request, file_id: str) -> JSONResponse:
 
     A repeated call has the same answer.
     """
-    store, owner = parameters.service_of(request).store, owner_seen(request)
+    store, owner = parameters.service_of(request).store, caller_of(request).sees
     if not (
         store.delete_file(file_id, owner) or store.was_deleted(file_id, KIND, owner)
     ):
@@ -152,7 +152,7 @@ MAX_PART_BYTES = 64 << 20
 MAX_PARTS = 10_000
 
 upload_router = APIRouter(
-    route_class=OpenAIRoute, responses=docs.OPENAI_ERRORS, tags=["Uploads"]
+    route_class=OurRoute, responses=docs.OPENAI_ERRORS, tags=["Uploads"]
 )
 
 
@@ -169,7 +169,12 @@ async def create_upload(request: Request) -> Response:
 
     def make(keep: Keep) -> dict[str, Any]:
         upload_id = new_id("upload_")
-        new = {"id": upload_id, "owner": owner_of(request), "created_at": now(), **row}
+        new = {
+            "id": upload_id,
+            "owner": caller_of(request).name,
+            "created_at": now(),
+            **row,
+        }
         with service.store.atomic():
             UploadStore(service.store).add(new)
             shown = upload_object(_upload_row(request, upload_id))
@@ -220,7 +225,7 @@ async def add_part(request: Request, upload_id: str) -> Response:
                 raise _not_pending(_upload_row(request, upload_id))
             return part_object(row)
 
-        content, key = data.sha256.encode(), form.fields.get(parameters.BODY_KEY)
+        content, key = form.sha256.encode(), form.fields.get(parameters.BODY_KEY)
         return await answer_once(request, content, make, key)
 
 
@@ -336,7 +341,7 @@ def cancel_upload(request: Request, upload_id: str) -> JSONResponse:
 
 def _upload_row(request: Request, upload_id: str) -> Row:
     uploads = UploadStore(parameters.service_of(request).store)
-    row = uploads.get(upload_id, owner_seen(request))
+    row = uploads.get(upload_id, caller_of(request).sees)
     if row is None:
         raise ApiError(404, f"No such Upload object: {upload_id}", param="id")
     return row

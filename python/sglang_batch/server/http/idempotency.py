@@ -22,7 +22,7 @@ from ...errors import ApiError
 from ...store.batch_store import BatchStore, now
 from ...store.files import FileLock
 from ..retention import ANSWERS_KEPT_S
-from .authorization import owner_of
+from .authorization import caller_of
 from .parameters import BODY_KEY, service_of
 
 MAX_KEY_LEN = 255
@@ -54,7 +54,7 @@ async def answer_once(
     key = _key(request.headers.get("idempotency-key"), body_key)
     if key is None:
         return JSONResponse(await asyncio.to_thread(make, lambda body: None))
-    store, owner = service_of(request).store, owner_of(request)
+    store, owner = service_of(request).store, caller_of(request).name
     call = f"{request.method} {request.url.path}\n".encode() + content
     sha256 = hashlib.sha256(call).hexdigest()
 

@@ -20,8 +20,8 @@ from ...request import BatchRequestInput, json_line
 from ...rollout.rollout_call import ID_HEADER, ROLLOUTS_PATH, RolloutCall, parse_call
 from ..access.keys import body_refusal, native_refusal
 from ..service import new_id
-from .authorization import caller_of, owner_of, owner_seen
-from .error_responses import OpenAIRoute
+from .authorization import caller_of
+from .error_responses import OurRoute
 from .openapi import OPENAI_ERRORS, NewWave, answers, takes_json
 from .parameters import checked, json_object, large_body, service_of
 from .result_responses import JSONL
@@ -29,7 +29,7 @@ from .result_responses import JSONL
 MAX_WAVE_BYTES = 128 << 20
 MAX_ROLLOUT_BYTES = 256 << 20
 
-router = APIRouter(route_class=OpenAIRoute, responses=OPENAI_ERRORS)
+router = APIRouter(route_class=OurRoute, responses=OPENAI_ERRORS)
 
 
 @router.post(
@@ -103,7 +103,7 @@ async def run_rollouts(request: Request) -> StreamingResponse:
         raise ApiError(400, str(error)) from None
     _check_adapters(request, [{"lora_path": x.lora_path} for x in call.groups])
     service = service_of(request)
-    run = service.rollout_run(call, owner_of(request))
+    run = service.rollout_run(call, caller_of(request).name)
     priority = INTERACTIVE_PRIORITY if call.priority is None else call.priority
 
     async def lines() -> AsyncIterator[bytes]:
@@ -118,7 +118,7 @@ async def run_rollouts(request: Request) -> StreamingResponse:
 async def stop_rollout(request: Request, rollout_id: str) -> JSONResponse:
     """Abort the samples of a call that run. It answers their groups with their tokens."""
     run = service_of(request).rollouts.get(rollout_id)
-    owner = owner_seen(request)
+    owner = caller_of(request).sees
     if run is None or owner not in (None, run.owner):
         raise ApiError(
             404, f"No rollout runs with id {rollout_id!r:.100}.", param="rollout_id"

@@ -19,7 +19,7 @@ from ..service import BatchService
 from . import openapi as docs
 from . import parameters
 from .authorization import access_of, caller_of, check_admin_key
-from .error_responses import OpenAIRoute
+from .error_responses import OurRoute
 
 MAX_DAYS = 366
 # Fields of the API by those of an allowance.
@@ -30,7 +30,7 @@ LIMITS = {
     "tokens": "tokens_per_day",
 }
 
-router = APIRouter(route_class=OpenAIRoute, responses=docs.OPENAI_ERRORS, tags=["Keys"])
+router = APIRouter(route_class=OurRoute, responses=docs.OPENAI_ERRORS, tags=["Keys"])
 
 
 @router.post(

@@ -10,20 +10,19 @@ import asyncio
 import hashlib
 import json
 import mmap
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from fastapi.routing import APIRoute
 
 from ...batch_api import message_batches as messages
 from ...batch_api import protocol as api
 from ...batch_api.jsonl import FileErrors, validate
 from ...batch_api.lines import BodyCheck, LineError, LineRules
-from ...batch_api.message_batches import MessageBatchRequest, error_body
+from ...batch_api.message_batches import MessageBatchRequest
 from ...batch_api.objects import result_files
 from ...errors import ApiError
 from ...store.batch_store import BatchStore, OnMade, Row, now
@@ -32,10 +31,9 @@ from ..access.keys import Caller
 from ..batch_input import model_check
 from ..service import BatchService
 from . import openapi as docs
-from .authorization import caller_of, owner_field, owner_seen
-from .error_responses import api_error, headers_of
+from .authorization import caller_of, owner_field
+from .error_responses import OurRoute
 from .idempotency import REPEATED_WITHIN_S, Keep, answer_once, is_repeated
-from .middleware import request_id_of
 from .parameters import (
     base_url,
     content_length,
@@ -169,38 +167,11 @@ def _problems(
         return []
 
 
-class AnthropicRoute(APIRoute):
-    """A route with Anthropic's errors and a ``request-id`` header on every answer."""
-
-    def get_route_handler(
-        self,
-    ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def handle_with_anthropic_errors(request: Request) -> Response:
-            request_id = request_id_of(request)
-            try:
-                response = await handle(request)
-            except Exception as error:
-                response = _error_response(
-                    api_error(request, error, "{}: {}."), request_id
-                )
-            response.headers["request-id"] = request_id
-            return response
-
-        return handle_with_anthropic_errors
-
-
-def _error_response(error: ApiError, request_id: str) -> JSONResponse:
-    body = error_body(error.message, error.status_code, request_id)
-    return JSONResponse(body, error.status_code, headers=headers_of(error))
-
-
 MAX_PAGE = 1000
 JSONL = "application/x-jsonl"  # Anthropic's
 
 router = APIRouter(
-    route_class=AnthropicRoute,
+    route_class=OurRoute,
     responses=docs.ANTHROPIC_ERRORS,
     tags=["Message batches"],
 )
@@ -267,7 +238,7 @@ def list_message_batches(
         before=before,
         after=after,
         limit=limit + 1,
-        owner=owner_seen(request),
+        owner=caller_of(request).sees,
         api=messages.API,
     )
     # Without the extra one, which is the farthest from where the page begins.
@@ -319,7 +290,7 @@ def delete_message_batch(request: Request, message_batch_id: str) -> JSONRespons
 
     def was_deleted() -> bool:
         batch_id = messages.batch_id_of(message_batch_id)
-        return store.was_deleted(batch_id, messages.API, owner_seen(request))
+        return store.was_deleted(batch_id, messages.API, caller_of(request).sees)
 
     row = None if was_deleted() else _row(request, message_batch_id)
     if (
@@ -356,7 +327,7 @@ def message_batch_results(request: Request, message_batch_id: str) -> StreamingR
 
 def _row(request: Request, message_batch_id: str) -> Row:
     row = service_of(request).store.get_batch(
-        messages.batch_id_of(message_batch_id), owner_seen(request)
+        messages.batch_id_of(message_batch_id), caller_of(request).sees
     )
     if row is None or row["api"] != messages.API:
         raise _no_such_batch(message_batch_id)
@@ -366,7 +337,7 @@ def _row(request: Request, message_batch_id: str) -> Row:
 def _place(request: Request, message_batch_id: str) -> int:
     """Where a page begins. Raises 404 if there never was such a batch."""
     place = service_of(request).store.place(
-        messages.batch_id_of(message_batch_id), messages.API, owner_seen(request)
+        messages.batch_id_of(message_batch_id), messages.API, caller_of(request).sees
     )
     if place is None:
         raise _no_such_batch(message_batch_id)

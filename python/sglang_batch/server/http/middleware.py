@@ -6,18 +6,18 @@ import asyncio
 import logging
 import re
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import urlsplit, urlunsplit
 
-from fastapi import Request
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...errors import ApiError
-from .calls import IsOurs, config_of, header_of, path_of, without_header
-from .error_responses import error_at
+from .calls import config_of, path_of, without_header
+from .error_responses import error_at, is_anthropic
 
 logger = logging.getLogger(__name__)
 
@@ -30,21 +30,30 @@ _HEADERS = {
 }
 
 
-class AnswerHeaders:
+class _OurLayer(ABC):
+    """A layer around the calls for whose path ``is_ours`` is true."""
+
+    def __init__(self, app: ASGIApp, is_ours: Callable[[str], bool]) -> None:
+        self._app = app
+        self._is_ours = is_ours
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_ours = scope["type"] == "http" and self._is_ours(path_of(scope))
+        await (self._answer if is_ours else self._app)(scope, receive, send)
+
+    @abstractmethod
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer such a call."""
+
+
+class AnswerHeaders(_OurLayer):
     """Adds the headers, and logs each call that changes something.
 
     ``X-Request-Id`` is the client's own if it sent one of up to 128 letters, digits and
     ``._:/+=@-``, else a new one.
     """
 
-    def __init__(self, app: ASGIApp, is_ours: IsOurs) -> None:
-        self._app = app
-        self._is_ours = is_ours
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._is_ours(path_of(scope)):
-            await self._app(scope, receive, send)
-            return
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = _request_id(scope)
         scope.setdefault("state", {})["request_id"] = request_id
         is_head, has_answer = scope["method"] == "HEAD", False
@@ -55,6 +64,8 @@ class AnswerHeaders:
                 headers = MutableHeaders(scope=message)
                 headers.update(_HEADERS)
                 headers.setdefault("x-request-id", request_id)
+                if is_anthropic(path_of(scope)):
+                    headers["request-id"] = request_id
                 if "location" in headers:
                     headers["location"] = _without_host(headers["location"])
                 _log(scope, message["status"], request_id)
@@ -69,12 +80,6 @@ class AnswerHeaders:
         await self._app(scope, receive, send_more)
 
 
-def request_id_of(request: Request) -> str:
-    """The id of a call, as its answer names it."""
-    request_id: str | None = getattr(request.state, "request_id", None)
-    return request_id or _new_id()
-
-
 def _without_host(url: str) -> str:
     """A redirect's target as a path, since its host is the one that the call named."""
     parts = urlsplit(url)
@@ -84,12 +89,10 @@ def _without_host(url: str) -> str:
 
 
 def _request_id(scope: Scope) -> str:
-    given = header_of(scope, b"x-request-id")
-    return given if given and _REQUEST_ID.fullmatch(given) else _new_id()
-
-
-def _new_id() -> str:
-    return f"req_{uuid.uuid4().hex}"
+    given = Headers(scope=scope).get("x-request-id")
+    return (
+        given if given and _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+    )
 
 
 def _log(scope: Scope, status: int, request_id: str) -> None:
@@ -110,7 +113,7 @@ MIN_RATE = 1024
 DRAIN_S = 10.0
 
 
-class BodyPace:
+class BodyPace(_OurLayer):
     """Times the bodies of calls to our routes, and ends refused ones.
 
     A body that stalls is answered with 408. An error that is known before the body was read
@@ -119,20 +122,12 @@ class BodyPace:
     not look for an answer.
     """
 
-    def __init__(self, app: ASGIApp, is_ours: IsOurs) -> None:
-        self._app = app
-        self._is_ours = is_ours
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            scope["type"] != "http"
-            or not self._is_ours(path_of(scope))
-            or not _has_body(scope)
-        ):
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not _has_body(scope):
             await self._app(scope, receive, send)
             return
         if error := _encoding_error(scope):
-            await error_at(path_of(scope), error)(scope, receive, send)
+            await error_at(scope, error)(scope, receive, send)
             return
         body = _PacedBody(receive, config_of(scope).upload_timeout_s)
         closes = scope.get("http_version", "1.1").startswith("1")
@@ -199,18 +194,18 @@ class _PacedBody:
 
 
 def _has_body(scope: Scope) -> bool:
-    if header_of(scope, b"transfer-encoding") is not None:
+    if Headers(scope=scope).get("transfer-encoding") is not None:
         return True
-    return (header_of(scope, b"content-length") or "0").strip("0") != ""
+    return (Headers(scope=scope).get("content-length") or "0").strip("0") != ""
 
 
 def _encoding_error(scope: Scope) -> ApiError | None:
     """The error for a body that would have to be decompressed."""
-    for name in (b"content-encoding", b"x-body-compressed"):
-        value = header_of(scope, name)
+    for name in ("content-encoding", "x-body-compressed"):
+        value = Headers(scope=scope).get(name)
         if value and value.lower() != "identity":
             message = (
-                f"The body is compressed ({name.decode()}: {value!r:.100}). Send it "
+                f"The body is compressed ({name}: {value!r:.100}). Send it "
                 "uncompressed."
             )
             return ApiError(415, message, code="unsupported_encoding", retry=False)
@@ -230,22 +225,19 @@ _READABLE = (
 )
 
 
-class CrossOrigin:
+class CrossOrigin(_OurLayer):
     """Answers or refuses the calls to our routes that name an ``Origin``.
 
     SGLang lets pages of every origin read its answers. Without a key, any page that is open
     in a browser near the server could read all files and start batches.
     """
 
-    def __init__(self, app: ASGIApp, is_ours: IsOurs) -> None:
-        self._app = app
-        self._is_ours = is_ours
+    def __init__(self, app: ASGIApp, is_ours: Callable[[str], bool]) -> None:
+        super().__init__(app, is_ours)
         self._cors: dict[tuple[str, ...], CORSMiddleware] = {}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        origin = None
-        if scope["type"] == "http" and self._is_ours(path_of(scope)):
-            origin = header_of(scope, b"origin")
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        origin = Headers(scope=scope).get("origin")
         if origin is None:
             await self._app(scope, receive, send)
             return
@@ -256,7 +248,7 @@ class CrossOrigin:
         elif _is_same_origin(scope, origin, config.public_url):
             await self._without_origin(scope, receive, send)
         else:
-            await error_at(path_of(scope), _refusal(origin))(scope, receive, send)
+            await error_at(scope, _refusal(origin))(scope, receive, send)
 
     def _cors_of(self, allowed: tuple[str, ...]) -> CORSMiddleware:
         if allowed not in self._cors:
@@ -277,11 +269,11 @@ class CrossOrigin:
 def _is_same_origin(scope: Scope, origin: str, public_url: str | None) -> bool:
     """Whether the page that calls was itself loaded from this server."""
     # Set by the browser, and no page can change it.
-    if header_of(scope, b"sec-fetch-site") in ("same-origin", "none"):
+    if Headers(scope=scope).get("sec-fetch-site") in ("same-origin", "none"):
         return True
     if public_url is not None and origin == "/".join(public_url.split("/")[:3]):
         return True
-    host = header_of(scope, b"host")
+    host = Headers(scope=scope).get("host")
     return bool(host) and origin.lower() in (f"http://{host}", f"https://{host}")
 
 

@@ -7,7 +7,6 @@ import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from fastapi import Request
 from python_multipart.exceptions import FormParserError
@@ -23,26 +22,12 @@ MAX_PARTS = 100
 _BLOCK = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class FormFile:
-    """A file from a form, stored under a temporary name. ``sha256`` is hexadecimal."""
-
-    path: Path
-    filename: str
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """A complete form, with ``file`` None if it has none."""
-
-    fields: dict[str, str]
-    file: FormFile | None
-
-
 @dataclass(eq=False)
-class _FormReceiver:
-    """Parses a body of ``size`` bytes: its fields, and the first file named ``key``."""
+class Form:
+    """Parses a body of ``size`` bytes: its fields, and the first file named ``key``.
+
+    ``file`` is None if it has none. ``filename`` is that which the client gave.
+    """
 
     boundary: bytes
     key: str
@@ -54,7 +39,7 @@ class _FormReceiver:
     def __post_init__(self) -> None:
         self.fields: dict[str, str] = {}
         self.file: IncomingFile | None = None
-        self._filename = ""
+        self.filename = ""
         self._digest = hashlib.sha256()
         self.ended = False
         # Bytes of the closing boundary, with the line breaks around it.
@@ -94,13 +79,10 @@ class _FormReceiver:
             )
             raise ApiError(400, message, code="form_too_large", retry=False)
 
-    def form(self) -> Form:
-        """The form once its body has been received."""
-        if self.file is None:
-            return Form(self.fields, None)
-        self.file.close()
-        sha256 = self._digest.hexdigest()
-        return Form(self.fields, FormFile(self.file.path, self._filename, sha256))
+    @property
+    def sha256(self) -> str:
+        """Of the file, in hexadecimal."""
+        return self._digest.hexdigest()
 
     def _header_name(self, data: bytes, start: int, end: int) -> None:
         self._header[0].extend(data[start:end])
@@ -129,7 +111,7 @@ class _FormReceiver:
         if filename is None:
             self._field = name, bytearray()
         elif name == self.key and self.file is None:
-            self._filename = filename.decode(errors="replace")
+            self.filename = filename.decode(errors="replace")
             self.file = IncomingFile(self.room)
             self._in_file = True
 
@@ -179,21 +161,20 @@ async def received_form(
     """
     room = service_of(request).room
     size = content_length(request)
-    receiver: _FormReceiver | None = None
+    form: Form | None = None
     try:
         async with large_body(request):
             if size is not None:
                 await asyncio.to_thread(_check_size, room, size, max_bytes)
-            receiver = _FormReceiver(
-                _boundary(request, key), key, room, max_bytes, may_be_text, size
-            )
-            await _receive(request, receiver)
-        yield await asyncio.to_thread(receiver.form)
+            boundary = _boundary(request, key)
+            form = Form(boundary, key, room, max_bytes, may_be_text, size)
+            await _receive(request, form)
+        yield form
     except FormParserError as error:
         raise ApiError(400, f"The form cannot be parsed: {error}.") from None
     finally:
-        if receiver is not None and receiver.file is not None:
-            receiver.file.discard()
+        if form is not None and form.file is not None:
+            form.file.discard()
 
 
 def _check_size(room: Room, size: int, max_bytes: int | None) -> None:
@@ -217,17 +198,19 @@ def _boundary(request: Request, key: str) -> bytes:
     return options[b"boundary"]
 
 
-async def _receive(request: Request, receiver: _FormReceiver) -> None:
+async def _receive(request: Request, form: Form) -> None:
     """Read the whole body, one block at a time, and write it to disk in a thread."""
     waiting = bytearray()
     async for data in request.stream():
         waiting += data
         if len(waiting) >= _BLOCK:
-            await asyncio.to_thread(receiver.write, bytes(waiting))
+            await asyncio.to_thread(form.write, bytes(waiting))
             waiting.clear()
-    await asyncio.to_thread(receiver.write, bytes(waiting))
-    if not receiver.ended:
+    await asyncio.to_thread(form.write, bytes(waiting))
+    if not form.ended:
         raise ApiError(400, "The form ends before its last boundary.")
+    if form.file is not None:
+        await asyncio.to_thread(form.file.close)
 
 
 def too_large(max_bytes: int) -> ApiError:

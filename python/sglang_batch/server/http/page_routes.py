@@ -33,7 +33,7 @@ from ..access.usage import COUNTS, day_of, usage_object, usage_since
 from ..history import Rate
 from .authorization import caller_of
 from .calls import path_of
-from .error_responses import OpenAIRoute
+from .error_responses import OurRoute
 from .openapi import OPENAI_ERRORS, EngineTable, RunningTree
 from .parameters import invalid, service_of, whole_number
 
@@ -95,7 +95,7 @@ async def _public_page_files(app: FastAPI) -> AsyncIterator[None]:
 
 
 router = APIRouter(
-    route_class=OpenAIRoute,
+    route_class=OurRoute,
     lifespan=_public_page_files,
     responses=OPENAI_ERRORS,
     tags=["Page"],

@@ -22,8 +22,7 @@ from pydantic_core import ErrorDetails
 from ...batch_api.media_places import parse_place
 from ...errors import ApiError
 from ..service import BatchService
-from .authorization import owner_of
-from .calls import header_of
+from .authorization import caller_of
 
 Body = TypeVar("Body", bound=BaseModel)
 # A field of JSON bodies and forms that means the same as the header Idempotency-Key.
@@ -38,9 +37,12 @@ def service_of(request: Request) -> BatchService:
 
 def invalid(param: str, value: Any, hint: str) -> ApiError:
     """The error for a value that is not allowed. ``hint`` lists the allowed ones."""
-    shown = repr(value[:100]) if isinstance(value, str) else f"{value!r:.100}"
-    message = f"Invalid value for '{param}': {shown}. {hint}"
+    message = f"Invalid value for '{param}': {_shown(value)}. {hint}"
     return ApiError(400, message, param=param, code="invalid_value")
+
+
+def _shown(value: Any) -> str:
+    return repr(value[:100]) if isinstance(value, str) else f"{value!r:.100}"
 
 
 # Names of types, by pydantic's type of an error and by that of a value.
@@ -93,7 +95,7 @@ def _refusal(model: type[BaseModel], error: ErrorDetails) -> ApiError:
         code = "invalid_type"
     elif kind == "literal_error":
         known = error["ctx"]["expected"]
-        message = f"Invalid value: '{given:.100}'. Supported values are: {known}."
+        message = f"Invalid value: {_shown(given)}. Supported values are: {known}."
         code = "invalid_value"
     else:
         return invalid(param, given, error["msg"].removeprefix("Value error, ") + ".")
@@ -161,10 +163,11 @@ def base_url(request: Request) -> str:
     if config.public_url:
         return config.public_url.rstrip("/")
     scope = request.scope
-    host, scheme = header_of(scope, b"host"), str(scope.get("scheme", "http"))
+    headers = request.headers
+    host, scheme = headers.get("host"), str(scope.get("scheme", "http"))
     if _is_trusted(request, config.trusted_proxies):
-        host = _first(header_of(scope, b"x-forwarded-host")) or host
-        scheme = _first(header_of(scope, b"x-forwarded-proto")).lower() or scheme
+        host = _first(headers.get("x-forwarded-host")) or host
+        scheme = _first(headers.get("x-forwarded-proto")).lower() or scheme
     if scheme not in ("http", "https") or not _is_host(host):
         return ""
     return f"{scheme}://{host}{scope.get('root_path', '').rstrip('/')}"
@@ -202,7 +205,7 @@ MAX_WAITING = 4096
 
 def content_length(request: Request) -> int | None:
     """The announced size of a body, or None if it has none that makes sense."""
-    text = header_of(request.scope, b"content-length") or ""
+    text = request.headers.get("content-length") or ""
     if not text.isascii() or not text.isdecimal() or len(text) > _MAX_DIGITS:
         return None
     return int(text)
@@ -227,6 +230,12 @@ async def pieces_of(request: Request, most: int, message: str) -> AsyncIterator[
         raise ApiError(413, message, code="body_too_large", retry=False)
 
 
+async def whole_body(request: Request, most: int) -> bytes:
+    """The body, which has at most ``most`` bytes. Raises 413 if it has more."""
+    message = f"The body has more than the {most} bytes that this route takes."
+    return b"".join([piece async for piece in pieces_of(request, most, message)])
+
+
 async def json_object(
     request: Request, most: int = MAX_JSON_BYTES
 ) -> tuple[dict[str, Any], bytes]:
@@ -234,8 +243,7 @@ async def json_object(
 
     Raises 413 if too large, 400 if it is none.
     """
-    message = f"The body has more than the {most} bytes that this route takes."
-    content = b"".join([piece async for piece in pieces_of(request, most, message)])
+    content = await whole_body(request, most)
     try:
         body = msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -252,7 +260,7 @@ async def large_body(request: Request) -> AsyncGenerator[None]:
     A client that sends as many as it may waits for one of them to end. Raises 429
     if none has for ``PATIENCE_S`` seconds, or too many wait.
     """
-    service, owner = service_of(request), owner_of(request)
+    service, owner = service_of(request), caller_of(request).name
     most = service.config.max_uploads
     # Well before the body times out.
     patience_s = min(PATIENCE_S, service.config.upload_timeout_s / 2)

@@ -18,6 +18,7 @@ from starlette.staticfiles import NotModifiedResponse, StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from ...batch_api import protocol as api
+from ...batch_api.lines import ResultLine
 from ...store.batch_store import BatchStore, Row
 from ...store.result_log import finished_lines, line_index
 
@@ -25,13 +26,6 @@ JSONL, BYTES = "application/jsonl", "application/octet-stream"
 _RESULT_ID = re.compile(r"file-(output|error)-([0-9a-f]{32})")
 _BLOCK = 1 << 18
 _conditions = StaticFiles(check_dir=False)
-
-
-class _LineWithId(msgspec.Struct):
-    id: str
-
-
-_line_decoder = msgspec.json.Decoder(_LineWithId)
 
 
 def file_response(
@@ -153,9 +147,9 @@ def _headers(incomplete: bool, last_line: int) -> dict[str, str]:
 
 
 def _input_index(line: bytes) -> int:
-    """The request's index in the input, from the last digits of a result line's id."""
+    """The request's index in the input. 0 for a line that cannot be read."""
     with suppress(msgspec.DecodeError, ValueError):
-        return int(_line_decoder.decode(line).id[-8:], 16)
+        return msgspec.json.decode(line, type=ResultLine).index
     return 0
 
 

@@ -14,19 +14,19 @@ from ...errors import ApiError, InputError
 from ...fleet.messages import READ_CALL
 from ...fleet.worker_host import WorkerHost
 from ...job.engine import WORKER_PATH
-from .error_responses import OpenAIRoute
-from .parameters import pieces_of, service_of
+from .error_responses import OurRoute
+from .parameters import service_of, whole_body
 
 MSGPACK = "application/msgpack"
 # A call has up to a thousand lines.
 MAX_CALL_BYTES = 512 << 20
 
-router = APIRouter(route_class=OpenAIRoute, prefix=WORKER_PATH, include_in_schema=False)
+router = APIRouter(route_class=OurRoute, prefix=WORKER_PATH, include_in_schema=False)
 
 
 def _answers(name: str) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        host, data = _host(request), await _body(request)
+        host, data = _host(request), await whole_body(request, MAX_CALL_BYTES)
         try:
             return Response(await host.call(name, data), media_type=MSGPACK)
         except InputError as error:
@@ -48,11 +48,3 @@ def _host(request: Request) -> WorkerHost:
     if host is None:
         raise ApiError(503, "The engine is not ready yet.", code="not_ready")
     return host
-
-
-async def _body(request: Request) -> bytes:
-    message = (
-        f"The body has more than the {MAX_CALL_BYTES} bytes that this route takes."
-    )
-    pieces = pieces_of(request, MAX_CALL_BYTES, message)
-    return b"".join([piece async for piece in pieces])

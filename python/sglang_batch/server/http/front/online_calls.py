@@ -25,7 +25,7 @@ from ....errors import ApiError
 from ....fleet.fleet_engine import FleetEngine
 from ....job.engine import GENERATE_URL
 from ..authorization import ONLINE, access_of, caller_of
-from ..error_responses import OpenAIRoute
+from ..error_responses import OurRoute
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class OnlineCalls:
         self._turns = count()
 
     def router(self) -> APIRouter:
-        router = APIRouter(route_class=OpenAIRoute, include_in_schema=False)
+        router = APIRouter(route_class=OurRoute, include_in_schema=False)
         for path in POSTED:
             router.add_api_route(path, self._forward, methods=["POST"])
         for path in ASKED:

@@ -54,7 +54,7 @@ async def run_ours(engine: Any, step: dict[str, Any], history: Any) -> Samples:
     from sglang_batch.config import OfflineBatchConfig
     from sglang_batch.job.inflight_limit import InflightLimit
     from sglang_batch.rollout import RolloutCall, RolloutGroup
-    from sglang_batch.server.rollout_run import RolloutRun
+    from sglang_batch.server.service import RolloutRun
     from sglang_batch.srt.calls.call_items import engine_of
 
     groups = [

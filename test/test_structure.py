@@ -80,11 +80,7 @@ HEAVY = {"torch", "sglang"}
 WEB = {"fastapi", "starlette"}
 # Outside srt/, these alone import sglang: its frontend language, which runs in users'
 # programs, far from any engine.
-FRONTEND = {
-    "lang.batch_backend",
-    "lang.program_results",
-    "lang.program_runner",
-}
+FRONTEND = {"lang.batch_backend", "lang.program_runner"}
 # Imports these only when a model is written.
 LAZY = {"run.demo_model": {"torch", "transformers", "tokenizers"}}
 # Where Python itself, SGLang or a user's command enters: pyproject.toml, and modules that

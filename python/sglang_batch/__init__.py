@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .lang.frame_job import map_table
-    from .lang.stream_rows import StreamAnswer
-    from .lang.streamer import AnswerColumns, Streamer, stream
+    from .lang.streamer import AnswerColumns, StreamAnswer, Streamer, stream
 
 __version__ = "0.1.0"
 __all__ = [
@@ -26,7 +25,7 @@ __all__ = [
 # Imported when they are first used: this package is imported everywhere.
 _PLACES = {
     "AnswerColumns": "lang.streamer",
-    "StreamAnswer": "lang.stream_rows",
+    "StreamAnswer": "lang.streamer",
     "Streamer": "lang.streamer",
     "map_table": "lang.frame_job",
     "stream": "lang.streamer",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_batch.server.http.front.online_calls import ForwardedUsage
+from sglang_batch.server.http.front_server import ForwardedUsage
 
 COUNTS = {"calls": 1, "input_tokens": 9, "cached_tokens": 4, "output_tokens": 5}
 OPENAI = {

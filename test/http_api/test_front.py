@@ -27,8 +27,7 @@ from sglang_batch.server.access.access_control import AccessControl
 from sglang_batch.server.access.usage import usage_since
 from sglang_batch.server.http.all_routes import install
 from sglang_batch.server.http.authorization import KeyMiddleware
-from sglang_batch.server.http.front.front_server import front_app
-from sglang_batch.server.http.front.online_calls import OnlineCalls
+from sglang_batch.server.http.front_server import OnlineCalls, front_app
 from sglang_batch.server.service import BatchService
 
 # Of the servers with engines, and of the front.

@@ -23,8 +23,13 @@ from fastapi import FastAPI
 from sglang_batch.fleet.fleet_worker import WorkerState
 from sglang_batch.server import runner as runner_module
 from sglang_batch.server.access.access_control import AccessControl
-from sglang_batch.server.access.key_table import change_allowance
-from sglang_batch.server.access.keys import ANYBODY, Role, caller_of, digest
+from sglang_batch.server.access.keys import (
+    ANYBODY,
+    Role,
+    caller_of,
+    change_allowance,
+    digest,
+)
 from sglang_batch.server.access.usage import add_usage
 from sglang_batch.server.http.all_routes import install
 from sglang_batch.server.http.authorization import KeyMiddleware

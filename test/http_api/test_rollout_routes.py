@@ -17,7 +17,7 @@ from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.job.inflight_limit import InflightLimit
 from sglang_batch.rollout import GroupResult
 from sglang_batch.rollout.rollout_call import ROLLOUTS_PATH, parse_call
-from sglang_batch.server.rollout_run import RolloutRun
+from sglang_batch.server.service import RolloutRun
 
 
 def test_each_group_is_answered_with_a_line(server: Server) -> None:

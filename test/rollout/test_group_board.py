@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_batch.rollout.sample_groups import GroupBoard, GroupEnd, SampleEnd
+from sglang_batch.rollout.rollout_call import GroupBoard, GroupEnd, SampleEnd
 
 FINISHED, ABORTED, FAILED = SampleEnd
 

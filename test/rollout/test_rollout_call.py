@@ -9,8 +9,13 @@ import pytest
 
 from sglang_batch.errors import InputError
 from sglang_batch.request import RequestOutput
-from sglang_batch.rollout.rollout_call import RolloutSample, parse_call
-from sglang_batch.rollout.sample_groups import body_of, expected_len, result_of
+from sglang_batch.rollout.rollout_call import (
+    RolloutSample,
+    body_of,
+    expected_len,
+    parse_call,
+    result_of,
+)
 
 PROMPT = {"input_ids": [1, 2]}
 

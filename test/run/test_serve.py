@@ -17,7 +17,7 @@ from sglang_batch.errors import ConfigError, StoreError
 from sglang_batch.run import serve_command
 from sglang_batch.run.fleet_options import WorkerOptions
 from sglang_batch.run.serve_command import check_server, serve
-from sglang_batch.server.http.front import front_server
+from sglang_batch.server.http import front_server
 
 
 def test_a_port_that_may_be_in_a_file_is_not_guessed(

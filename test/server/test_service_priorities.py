@@ -22,7 +22,7 @@ from fake_engine import FakeEngine
 from sglang_batch.batch_api import protocol as api
 from sglang_batch.request import engine_request_id
 from sglang_batch.server import runner as runner_module
-from sglang_batch.server.access.key_table import change_allowance
+from sglang_batch.server.access.keys import change_allowance
 from sglang_batch.server.batch_run import Suspects
 from sglang_batch.server.runner import URGENT
 from sglang_batch.server.service import BatchService

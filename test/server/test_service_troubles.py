@@ -24,8 +24,8 @@ from builders import ids_of, make_line, make_lines, run
 from fake_engine import FakeEngine
 
 from sglang_batch.batch_api import protocol as api
-from sglang_batch.server import batch_input, result_saver
-from sglang_batch.server.access.key_table import change_allowance
+from sglang_batch.server import batch_run, result_saver
+from sglang_batch.server.access.keys import change_allowance
 from sglang_batch.server.batch_run import Suspects
 from sglang_batch.store.batch_store import BatchStore
 from sglang_batch.store.files import FileLock
@@ -74,7 +74,7 @@ def test_a_copy_of_the_input_is_whole_or_not_there(
         raise OSError(errno.EPERM, "no hard links here")
 
     full = True
-    copied = batch_input.shutil.copyfileobj  # type: ignore[attr-defined]
+    copied = batch_run.shutil.copyfileobj  # type: ignore[attr-defined]
 
     def cut(source: Any, target: Any, length: int) -> None:
         if not full:
@@ -83,8 +83,8 @@ def test_a_copy_of_the_input_is_whole_or_not_there(
         target.write(source.read(200))
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(batch_input.os, "link", no_links)  # type: ignore[attr-defined]
-    monkeypatch.setattr(batch_input.shutil, "copyfileobj", cut)  # type: ignore[attr-defined]
+    monkeypatch.setattr(batch_run.os, "link", no_links)  # type: ignore[attr-defined]
+    monkeypatch.setattr(batch_run.shutil, "copyfileobj", cut)  # type: ignore[attr-defined]
 
     async def scenario() -> None:
         nonlocal full

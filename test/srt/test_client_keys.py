@@ -17,8 +17,7 @@ from sglang.srt.entrypoints import http_server
 
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import ConfigError
-from sglang_batch.server.access.key_table import add_key
-from sglang_batch.server.access.keys import Role
+from sglang_batch.server.access.keys import Role, add_key
 from sglang_batch.server.http.all_routes import make_router
 from sglang_batch.server.http.authorization import ADMIN as ADMIN_ROUTES
 from sglang_batch.server.http.authorization import CLIENT, METRICS, OPEN, role_of

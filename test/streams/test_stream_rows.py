@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from sglang_batch.errors import ConfigError
-from sglang_batch.lang import stream_rows
-from sglang_batch.lang.stream_rows import RowLines, StreamLine
+from sglang_batch.lang import streamer
+from sglang_batch.lang.streamer import RowLines, StreamLine
 
 CHAT = "/v1/chat/completions"
 ASK = {"messages": [{"role": "user", "content": "Is {{x}} prime?"}], "n": "{{n}}"}
@@ -82,7 +82,7 @@ def test_values_that_json_lacks_are_written_as_in_tables() -> None:
         ({"a": object()}, "row 4 holds a object"),
         ({"a": float("inf")}, "row 4 holds infinity"),
         ({"a": np.longdouble(1)}, "row 4 holds a longdouble"),
-        ({"prompt": "x" * stream_rows.MAX_ROW_BYTES}, "more than"),
+        ({"prompt": "x" * streamer.MAX_ROW_BYTES}, "more than"),
     ],
     ids=str.split("cut bytes list none number empty raw object infinity long large"),
 )

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from sglang_batch.errors import ConfigError, EngineError
-from sglang_batch.lang import stream_rows
-from sglang_batch.lang.stream_rows import StreamAnswer
-from sglang_batch.lang.streamer import Streamer, stream
+from sglang_batch.lang import streamer
+from sglang_batch.lang.streamer import StreamAnswer, Streamer, stream
 from sglang_batch.lang.waves import OnAnswer
 
 WAIT_S = 30
@@ -162,7 +161,7 @@ def test_an_endless_stream_is_read_three_windows_ahead(ordered: bool) -> None:
 def test_slow_rows_are_sent_without_waiting_for_a_full_window(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stream_rows, "QUIET_S", 0.01)
+    monkeypatch.setattr(streamer, "QUIET_S", 0.01)
     answered = threading.Semaphore(0)
 
     def rows() -> Iterator[dict[str, int]]:
@@ -208,7 +207,7 @@ def test_the_next_window_waits_until_little_of_the_last_is_unanswered() -> None:
 def test_a_window_has_no_more_bytes_than_a_server_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stream_rows, "MAX_WINDOW_BYTES", 1000)
+    monkeypatch.setattr(streamer, "MAX_WINDOW_BYTES", 1000)
     transport = LocalTransport()
     rows = ({"i": i, "text": "x" * 300} for i in range(30))
     assert len(list(LocalStreamer(transport).stream(rows))) == 30

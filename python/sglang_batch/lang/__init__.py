@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .batch_backend import BatchBackend
-    from .program_results import EarlierError
-    from .wave_transports import RequestError
+    from .program_runner import EarlierError
+    from .waves import RequestError
 
 __all__ = ["BatchBackend", "EarlierError", "RequestError"]
 
 # Imported when they are first used: streams and tables do without SGLang.
 _PLACES = {
     "BatchBackend": "batch_backend",
-    "EarlierError": "program_results",
-    "RequestError": "wave_transports",
+    "EarlierError": "program_runner",
+    "RequestError": "waves",
 }
 
 

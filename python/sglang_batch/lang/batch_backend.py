@@ -38,9 +38,8 @@ from ..batch_api.protocol import MAX_PRIORITY
 from ..errors import ConfigError, EngineError
 from ..job.engine import WAVE_PATH
 from .program_log import ProgramJob
-from .program_results import EarlierError
-from .program_runner import run_programs
-from .wave_transports import EngineTransport, HttpTransport, RequestError, WaveClient
+from .program_runner import EarlierError, run_programs
+from .waves import EngineTransport, HttpTransport, RequestError, WaveClient
 
 __all__ = ["BatchBackend", "EarlierError", "RequestError"]
 

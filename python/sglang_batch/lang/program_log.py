@@ -41,7 +41,7 @@ class ProgramRecord(msgspec.Struct):
 
     key: see :func:`program_keys`. program: its name. version: digest of its code.
     ok: whether it succeeded.
-    result: JSON, see :mod:`.program_results`.
+    result: JSON, see :mod:`.program_runner`.
     """
 
     key: str

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import queue
+import threading
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from ..batch_api.protocol import MAX_PRIORITY
-from ..errors import ConfigError
+import msgspec
+
+from ..batch_api.lines import is_custom_id, loads_lenient
+from ..batch_api.protocol import (
+    ENDPOINTS,
+    MAX_CUSTOM_ID_LEN,
+    MAX_PRIORITY,
+    canonical_url,
+    error_body,
+)
+from ..errors import ConfigError, EngineError, InputError
+from ..inputs.template import NotJson, Template, json_value, text_of
 from .own_server import OwnServer
-from .stream_rows import RowLines, StreamAnswer, StreamWindows
+from .waves import HttpTransport, QuietSender, WaveTransport
 
 WINDOW = 8192
 CHAT = "/v1/chat/completions"
@@ -156,9 +171,7 @@ class Streamer:
             self._open.discard(windows)
             windows.close()
 
-    def _transport(self) -> Any:
-        from .wave_transports import HttpTransport
-
+    def _transport(self) -> HttpTransport:
         url, key = self._url, self._key
         if self._own is not None:
             url, key = self._own.url, self._own.key
@@ -281,3 +294,378 @@ class AnswerColumns:
     def close(self) -> None:
         """Unload the model, if it is this object's own."""
         self._streamer.close()
+
+
+# A window is one call, whose bytes a server limits.
+MAX_ROW_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class StreamAnswer:
+    """The answer to one row.
+
+    index: number of the row, from 0.
+    row: the row as it was given.
+    custom_id: that of the row, or its number.
+    status_code: HTTP status, 200 for an answer, 4xx and 5xx for an error.
+    body: JSON of the answer as the endpoint gives it, or ``{"error": {...}}``.
+    """
+
+    index: int
+    row: Any
+    custom_id: str
+    status_code: int
+    body: Any
+
+    @property
+    def ok(self) -> bool:
+        return self.status_code < 400
+
+    @property
+    def error(self) -> str | None:
+        """The message of an error, or None for an answer."""
+        return None if self.ok else str(self.body["error"]["message"])
+
+    @cached_property
+    def text(self) -> str | None:
+        """What the model wrote: the first choice. None for errors and other endpoints."""
+        choices = self.body.get("choices") if isinstance(self.body, dict) else None
+        if not choices:
+            return None
+        message = choices[0].get("message")
+        text = choices[0].get("text") if message is None else message.get("content")
+        return text if isinstance(text, str) else None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLine:
+    """A row on its way.
+
+    line: of a batch file, without a newline. Empty for a row that cannot be sent.
+    refused: why not, else empty.
+    """
+
+    index: int
+    row: Any
+    custom_id: str
+    line: bytes
+    refused: str = ""
+
+    def answered(self, status_code: int, body: bytes) -> StreamAnswer:
+        """The row with its answer."""
+        return StreamAnswer(
+            self.index, self.row, self.custom_id, status_code, _parsed(body)
+        )
+
+    def refusal(self) -> StreamAnswer:
+        """The answer to a row that cannot be sent."""
+        body = error_body(self.refused, code="invalid_request")
+        return StreamAnswer(self.index, self.row, self.custom_id, 400, body)
+
+
+class RowLines:
+    """Makes a line from each row.
+
+    Args:
+        url: endpoint of rows that name none.
+        template: the body of each request, with ``"{{column}}"`` for values of the row. None:
+            rows are bodies, or lines of a batch file.
+        id_column: with a template, the column with the ``custom_id``.
+
+    Raises:
+        ConfigError: the endpoint is unknown, or the template uses no column.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        template: Mapping[str, Any] | str | None = None,
+        id_column: str | None = None,
+    ) -> None:
+        self._url = canonical_url(url)
+        if self._url not in ENDPOINTS:
+            raise ConfigError(f"url={url!r} must be one of {', '.join(ENDPOINTS)}.")
+        if id_column is not None and template is None:
+            raise ConfigError(f"id_column={id_column!r} needs a template.")
+        self._template = None
+        if isinstance(template, str):
+            self._template = Template.parse(template, self._url)
+        elif template is not None:
+            self._template = Template(dict(template))
+        self._id_column = id_column
+
+    def line(self, row: Any, index: int) -> StreamLine:
+        """The line of a row. One that cannot be sent says why."""
+        custom_id = str(index)
+        try:
+            fields = _mapping(row)
+            custom_id = self._custom_id(fields, custom_id)
+            line = self._written(fields, custom_id)
+        except NotJson as error:
+            return StreamLine(index, row, custom_id, b"", f"row {index} holds {error}.")
+        except InputError as error:
+            return StreamLine(index, row, custom_id, b"", f"row {index}: {error}.")
+        if len(line) > MAX_ROW_BYTES:
+            why = (
+                f"row {index}: the request has more than the {MAX_ROW_BYTES:,} bytes that a "
+                "stream takes; run a batch, whose lines may be larger."
+            )
+            return StreamLine(index, row, custom_id, b"", why)
+        return StreamLine(index, row, custom_id, line)
+
+    def _custom_id(self, row: Mapping[str, Any], number: str) -> str:
+        if self._template is None:
+            found = row["custom_id"] if _is_line(row) and "custom_id" in row else number
+        elif self._id_column is None:
+            return number
+        else:
+            found = text_of(self._column(row, self._id_column))
+        if not is_custom_id(found):
+            raise InputError(
+                f"its custom_id {found!r:.100} must be a string of 1 to "
+                f"{MAX_CUSTOM_ID_LEN} characters"
+            )
+        return str(found)
+
+    def _written(self, row: Mapping[str, Any], custom_id: str) -> bytes:
+        url, method = self._url, "POST"
+        if self._template is not None:
+            for column in self._template.columns:
+                self._column(row, column)
+            body = self._template.fill(row)
+        elif _is_line(row):
+            url, method = row.get("url", url), row.get("method", method)
+            body = json.dumps(json_value(row["body"]))
+        else:
+            body = json.dumps(json_value(row))
+        found = {"custom_id": custom_id, "method": method, "url": url}
+        start = json.dumps(json_value(found))
+        return f'{start[:-1]}, "body": {body}}}'.encode()
+
+    def _column(self, row: Mapping[str, Any], name: str) -> Any:
+        if name not in row:
+            raise InputError(
+                f"it has no column {name!r}; its columns are "
+                f"{', '.join(map(str, row)):.200}"
+            )
+        return row[name]
+
+
+def _is_line(row: Mapping[str, Any]) -> bool:
+    """Whether a row is a line of a batch file. No endpoint's body has a ``body``."""
+    return "body" in row
+
+
+def _mapping(row: Any) -> Mapping[str, Any]:
+    if isinstance(row, str | bytes):
+        try:
+            row = loads_lenient(row.encode() if isinstance(row, str) else row)
+        except ValueError as error:
+            raise InputError(f"it is not JSON: {error}") from None
+    if not isinstance(row, Mapping):
+        raise InputError(
+            f"it must be a mapping or a JSON object; it is a {type(row).__name__}"
+        )
+    return row
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.DecodeError:  # numbers that only Python reads
+        return json.loads(body)
+
+
+# The windows of a stream: rows that are sent together, each window planned as a whole.
+#
+# Rows are read in a thread of its own, as far ahead as three windows, and windows are sent on an
+# event loop in another one, so the engine works while the caller does something else.
+#
+# A stream may be endless, so it cannot be one plan. A window is sent when it is full or the rows
+# have ended, or when none has come for the quiet time. It waits until no more requests are
+# unanswered than keep the engine full: windows that run together need the KV of both.
+
+# Windows whose rows may be in memory: read, and not yet taken by the caller.
+MAX_WINDOWS = 3
+# A window is sent while at most this part of one is unanswered, if the engine needs no fewer.
+OVERLAP = 4
+QUIET_S = 0.05
+# A server takes waves of up to twice as many bytes.
+MAX_WINDOW_BYTES = 64 << 20
+
+_Found = StreamAnswer | BaseException | None
+"""An answer, the error that ended the stream early, or None for its end."""
+
+
+class StreamWindows(QuietSender):
+    """Sends the lines of rows in windows and collects their answers.
+
+    Args:
+        rows: read once, in a thread.
+        transport: sends windows. It is closed at the end.
+        window: most rows of a window.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[Any],
+        lines: RowLines,
+        transport: WaveTransport,
+        window: int,
+    ) -> None:
+        super().__init__(transport, "sglang-batch-stream")
+        self._rows = rows
+        self._lines = lines
+        self._window = window
+        self._room = threading.Semaphore(MAX_WINDOWS * window)
+        self._found: queue.SimpleQueue[_Found] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        # On the loop.
+        self._pending: list[StreamLine] = []
+        self._pending_bytes = 0
+        self._unanswered = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ended = False
+        self._failure: BaseException | None = None
+        threading.Thread(
+            target=self._read, name="sglang-batch-rows", daemon=True
+        ).start()
+
+    # In the caller's thread -------------------------------------------------------------
+
+    def answers(self) -> Iterator[StreamAnswer]:
+        """The answers as they arrive.
+
+        Raises:
+            EngineError: the engine or the connection failed, after the answers that came
+                before.
+            Exception: an error of the rows, after the answers to those before it.
+        """
+        while (found := self._found.get()) is not None and not self._closed.is_set():
+            if isinstance(found, BaseException):
+                raise found
+            yield found
+
+    def taken(self) -> None:
+        """The caller has taken an answer: another row may be read."""
+        self._room.release()
+
+    def close(self) -> None:
+        """Stop reading, abort unanswered rows, and close the transport."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        # The reader and the caller may wait for these.
+        self._room.release()
+        self._found.put(None)
+        super().close()
+
+    # In the reader's thread -------------------------------------------------------------
+
+    def _read(self) -> None:
+        failure: BaseException | None = None
+        try:
+            for index, row in enumerate(self._rows):
+                self._room.acquire()
+                if self._closed.is_set():
+                    return
+                self.post(self._add, self._lines.line(row, index))
+        except BaseException as error:  # the caller's thread raises it
+            failure = error
+        self.post(self._end, failure)
+
+    # On the loop --------------------------------------------------------------------------
+
+    def _add(self, line: StreamLine) -> None:
+        if line.refused:
+            self._found.put(line.refusal())
+            return
+        if self._failure is not None:
+            return
+        if not self._pending:
+            self._since = self._loop.time()
+        self._pending.append(line)
+        self._pending_bytes += len(line.line)
+        self._schedule()
+
+    def _end(self, failure: BaseException | None) -> None:
+        self._ended = True
+        self._failure = self._failure or failure
+        self._schedule()
+
+    def _schedule(self) -> None:
+        """Send the next window or set its timer. Called after each change of state."""
+        if not self._pending:
+            if self._ended and not self._tasks:
+                self._found.put(self._failure)
+            return
+        if not self._has_room():
+            return
+        if (
+            self._ended
+            or len(self._pending) >= self._window
+            or self._pending_bytes >= MAX_WINDOW_BYTES
+        ):
+            self._send()
+            return
+        self._send_when_quiet(QUIET_S, self._send_pending)
+
+    def _send_pending(self) -> None:
+        if self._pending and self._has_room():
+            self._send()
+
+    def _has_room(self) -> bool:
+        """Whether the engine may run out of requests soon."""
+        full = self._transport.max_inflight or self._window
+        return self._unanswered <= min(full, self._window // OVERLAP)
+
+    def _send(self) -> None:
+        """Send as many of the pending rows as a window takes."""
+        size = number = 0
+        for line in self._pending[: self._window]:
+            size += len(line.line)
+            number += 1
+            if size >= MAX_WINDOW_BYTES:
+                break
+        window, self._pending = self._pending[:number], self._pending[number:]
+        self._pending_bytes -= size
+        self._unanswered += number
+        task = self._loop.create_task(self._run(window))
+        self._tasks.add(task)
+        task.add_done_callback(self._ran)
+
+    def _ran(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._schedule()
+
+    async def _run(self, window: list[StreamLine]) -> None:
+        answered = [False] * len(window)
+
+        def on_answer(index: int, status_code: int, body: bytes) -> None:
+            if answered[index]:
+                return
+            answered[index] = True
+            self._unanswered -= 1
+            self._found.put(window[index].answered(status_code, body))
+            if self._pending and self._has_room():
+                self._schedule()
+
+        try:
+            await self._transport.send([line.line for line in window], on_answer)
+        except Exception as error:
+            if not isinstance(error, EngineError):
+                error = EngineError(f"a window failed: {type(error).__name__}: {error}")
+            self._fail(error)
+        self._unanswered -= answered.count(False)
+
+    def _fail(self, error: EngineError) -> None:
+        """No further window is sent. The stream ends when those in flight have."""
+        self._failure = self._failure or error
+        self._ended = True
+        self._pending, self._pending_bytes = [], 0
+
+    def _abort(self) -> list[asyncio.Task[None]]:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        return tasks

@@ -84,7 +84,7 @@ def _serve_front(fleet: WorkerOptions) -> int:
     from ..fleet.http_fleet import served_model
 
     served_model(fleet.urls, fleet.api_key)
-    from ..server.http.front import front_server
+    from ..server.http import front_server
 
     front_server.serve(
         front_server.FrontOptions(

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...store.batch_store import BatchStore, Row
 from ..background import Repeated, in_thread
-from . import key_table
+from . import keys
 from .keys import Caller, FixedKeys, Role, digest
 from .usage import add_usage, check_limits, used_today
 
@@ -60,13 +60,13 @@ class AccessControl:
         if len(digests) == 1:
             [sha256] = digests
             found = self._fixed_caller(sha256)
-            found = found or key_table.find_caller(self._rows, sha256)
+            found = found or keys.find_caller(self._rows, sha256)
         if found is None:
             # Clients of OpenAI send some key to a server without keys, too.
-            return None if key_table.has_keys(self._rows) else self.without_key
+            return None if keys.has_keys(self._rows) else self.without_key
         if not found.name:
             return found
-        allowance = key_table.find_allowance(self._rows, found.name)
+        allowance = keys.find_allowance(self._rows, found.name)
         return dataclasses.replace(found, allowance=allowance)
 
     def _fixed_caller(self, sha256: bytes) -> Caller | None:
@@ -80,13 +80,13 @@ class AccessControl:
     def fixed_role(self, name: str) -> str | None:
         for caller in self.fixed.values():
             if caller.name == name:
-                return key_table.ROLE_NAMES.get(caller.role)
+                return keys.ROLE_NAMES.get(caller.role)
         return None
 
     @property
     def has_admin(self) -> bool:
         admins = [c for c in self.fixed.values() if c.role is Role.ADMIN and c.sees_all]
-        return bool(admins) or key_table.has_admin(self._rows)
+        return bool(admins) or keys.has_admin(self._rows)
 
     def _rows(self, query: str, values: Iterable[Any] = ()) -> list[Row]:
         return [dict(row) for row in self._db.execute(query, list(values))]
@@ -108,7 +108,7 @@ class AccessControl:
         Raises:
             ApiError: 429, they are used up.
         """
-        allowance = key_table.find_allowance(self._rows, caller.name)
+        allowance = keys.find_allowance(self._rows, caller.name)
         if allowance.tokens is not None:
             check_limits(allowance, self.used_today(caller.name))
 

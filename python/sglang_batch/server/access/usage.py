@@ -9,8 +9,7 @@ from typing import Any
 from ...batch_api.objects import dollars
 from ...errors import ApiError
 from ...store.batch_store import BatchStore, Query, Row, now
-from .key_table import find_allowance
-from .keys import Allowance
+from .keys import Allowance, find_allowance
 
 # Columns, and when they are counted.
 #   batches, lines   when a batch is created

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from ...batch_api import protocol as api
 from ...errors import ApiError
 from ...store.batch_store import Row
-from ..access import key_table
+from ..access import keys
 from ..access.keys import SGLANG_ADMIN, Allowance
 from ..access.usage import day_of, usage_object, usage_since
 from ..service import BatchService
@@ -45,7 +45,7 @@ async def add_key(request: Request) -> JSONResponse:
     new = parameters.checked(docs.NewApiKey, body)
     try:
         row, secret = await asyncio.to_thread(
-            key_table.add_key,
+            keys.add_key,
             parameters.service_of(request).store,
             new.name,
             new.role,
@@ -53,7 +53,7 @@ async def add_key(request: Request) -> JSONResponse:
             same_owner=new.same_owner,
             known_role=access_of(request).fixed_role(new.name),
         )
-    except key_table.NameTaken as error:
+    except keys.NameTaken as error:
         raise ApiError(
             409,
             f"The name is taken: {error}. Its files and batches would belong to the new "
@@ -71,7 +71,7 @@ async def add_key(request: Request) -> JSONResponse:
 def list_keys(request: Request) -> JSONResponse:
     """List all keys that were made here, with the limits of their clients."""
     check_admin_key(request)
-    rows = key_table.keys_in(parameters.service_of(request).store)
+    rows = keys.keys_in(parameters.service_of(request).store)
     return JSONResponse({"object": "list", "data": [_key_object(row) for row in rows]})
 
 
@@ -86,10 +86,10 @@ def revoke_key(
     """
     check_admin_key(request)
     service = parameters.service_of(request)
-    found = key_table.keys_in(service.store, key_id)
+    found = keys.keys_in(service.store, key_id)
     if not found:
         raise ApiError(404, f"No key found with id {key_id!r:.100}.", param="key_id")
-    key_table.revoke_key(service.store, key_id)
+    keys.revoke_key(service.store, key_id)
     cancelled = _cancel_batches(service, key_id) if cancel_batches else []
     return JSONResponse(
         {
@@ -115,11 +115,11 @@ async def set_limits(request: Request, name: str) -> JSONResponse:
     body, _ = await parameters.json_object(request)
     limits = _limits(parameters.checked(docs.ClientLimits, body))
     store = parameters.service_of(request).store
-    role = key_table.client_role(store, name) or access_of(request).fixed_role(name)
+    role = keys.client_role(store, name) or access_of(request).fixed_role(name)
     if role is None or name == SGLANG_ADMIN:
         raise ApiError(404, f"No key has the name {name!r:.100}.", param="name")
     allowance = await asyncio.to_thread(
-        key_table.change_allowance, store, name, limits, role
+        keys.change_allowance, store, name, limits, role
     )
     return JSONResponse(_limits_object(allowance))
 
@@ -147,7 +147,7 @@ def _key_object(row: Row) -> dict[str, Any]:
         "object": "offline_batch.key",
         **{key: row[key] for key in ("id", "name", "role", "created_at", "revoked_at")},
         "redacted_value": f"...{row['hint']}",
-        **_limits_object(key_table.allowance_of(row)),
+        **_limits_object(keys.allowance_of(row)),
     }
 
 
@@ -166,7 +166,7 @@ def _limits(given: docs.ClientLimits) -> dict[str, Any]:
 
 def _cancel_batches(service: BatchService, key_id: str) -> list[str]:
     """Cancel a revoked key's batches. Returns all cancelled since it was revoked."""
-    [key] = key_table.keys_in(service.store, key_id)
+    [key] = keys.keys_in(service.store, key_id)
     for row in service.store.batches_in((api.VALIDATING, api.IN_PROGRESS)):
         if row["owner"] == key["name"]:
             service.cancel_batch(row["id"])

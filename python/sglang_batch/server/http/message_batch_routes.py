@@ -28,7 +28,7 @@ from ...errors import ApiError
 from ...store.batch_store import BatchStore, OnMade, Row, now
 from ...store.incoming import AHEAD_BYTES, IncomingFile
 from ..access.keys import Caller
-from ..batch_input import model_check
+from ..batch_run import model_check
 from ..service import BatchService
 from . import openapi as docs
 from .authorization import caller_of, owner_field

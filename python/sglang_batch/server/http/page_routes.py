@@ -27,8 +27,7 @@ from ...batch_api.objects import batch_object
 from ...fleet.fleet_engine import FleetEngine
 from ...job.engine import MAX_TREE_NODES
 from ...store.batch_store import BatchStore, Row
-from ..access.key_table import find_allowance
-from ..access.keys import Caller, Role
+from ..access.keys import Caller, Role, find_allowance
 from ..access.usage import COUNTS, day_of, usage_object, usage_since
 from ..history import Rate
 from .authorization import caller_of

@@ -15,7 +15,7 @@ from sglang.srt.runtime_context import get_context, get_serving
 
 from ...config import OfflineBatchConfig
 from ...errors import ApiError, ConfigError
-from ...server.access import key_table
+from ...server.access import keys
 from ...server.access.access_control import AccessControl, current_caller
 from ...server.access.keys import ANYBODY, Role, digest, given_keys, read_api_keys
 from ...store.batch_store import BatchStore
@@ -100,7 +100,7 @@ class ServerKeys:
         Raises:
             ConfigError: the store has keys, and calls could avoid them.
         """
-        if not self._can_be_closed and key_table.has_keys(store.rows):
+        if not self._can_be_closed and keys.has_keys(store.rows):
             raise ConfigError(
                 f"keys were made for the server of {store.directory}, and SGLang checks "
                 "none with --tokenizer-worker-num above 1 or --grpc-port; drop that "

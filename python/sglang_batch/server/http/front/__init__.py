@@ -1,1 +1,0 @@
-"""A server without an engine: the front of other offline servers."""

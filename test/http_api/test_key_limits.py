@@ -20,7 +20,7 @@ from route_server import Server, error_of, serving
 from sglang_batch.errors import ApiError
 from sglang_batch.job.engine import WAVE_PATH
 from sglang_batch.server.access import access_control, usage
-from sglang_batch.server.access.keys import Allowance, model_refusal
+from sglang_batch.server.access.keys import Allowance, ModelRules
 from sglang_batch.server.http.authorization import KeyMiddleware
 from sglang_batch.store.batch_store import BatchStore
 
@@ -274,16 +274,16 @@ CHAT_URL, SCORE_URL = "/v1/chat/completions", "/v1/score"
 def test_a_key_of_an_adapter_does_not_run_the_base_model(
     url: str, body: dict[str, Any], allowed: bool
 ) -> None:
-    why = model_refusal(("sql",), ("demo",), url, body)
+    why = ModelRules(("sql",), ("demo",)).refusal(url, body)
     assert (why is None) == allowed
     if body == {"model": "sql"} and url == CHAT_URL:
         assert why is not None and "name one as 'demo:ADAPTER'" in why[0]
     # A served name with a colon names no adapter.
     stored = "s3://bucket/demo"
     for model, ok in ((stored, False), (f"{stored}:sql", True)):
-        why = model_refusal(("sql",), (stored,), CHAT_URL, {"model": model})
+        why = ModelRules(("sql",), (stored,)).refusal(CHAT_URL, {"model": model})
         assert (why is None) == ok
-    assert model_refusal((stored,), (stored,), CHAT_URL, {"model": stored}) is None
+    assert ModelRules((stored,), (stored,)).refusal(CHAT_URL, {"model": stored}) is None
 
 
 def test_a_wave_without_an_adapter_runs_the_base_model(keyed: Server) -> None:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -101,6 +102,7 @@ def _kept_results(
         )
 
 
+@dataclass(eq=False)
 class _ProgramRun:
     """The threads of one ``run_batch``, and their results.
 
@@ -108,30 +110,23 @@ class _ProgramRun:
     interrupt, which can arrive at any point of it, leaves nothing half done.
     """
 
-    def __init__(
-        self,
-        program: Any,
-        backend: Any,
-        batch_arguments: Sequence[dict[str, Any]],
-        sampling_params: Any,
-        bar: Any,
-        kept: KeptResults | None,
-    ) -> None:
-        self._program = program
-        self._backend = backend
-        self._arguments = batch_arguments
-        self._sampling_params = sampling_params
-        self._bar = bar
+    program: Any
+    backend: Any
+    arguments: Sequence[dict[str, Any]]
+    sampling_params: Any
+    bar: Any
+    kept: KeptResults | None
+
+    def __post_init__(self) -> None:
         self._group = ProgramGroup()
         self._ended = threading.Event()
         self._lock = threading.Lock()
-        self._kept = kept
-        finished = kept.finished if kept else ()
-        todo = [i for i in range(len(batch_arguments)) if i not in finished]
+        finished = self.kept.finished if self.kept else ()
+        todo = [i for i in range(len(self.arguments)) if i not in finished]
         self._num_todo = len(todo)
         self._todo = iter(todo)
         # None: finished in an earlier run, or passed to the caller.
-        self._results: list[Future[Any] | None] = [None] * len(batch_arguments)
+        self._results: list[Future[Any] | None] = [None] * len(self.arguments)
         for index in todo:
             self._results[index] = Future()
         self._num_failed = 0
@@ -171,10 +166,10 @@ class _ProgramRun:
     def _supervise(self, num_threads: int) -> None:
         self._group.enter(program=False)
         try:
-            with self._backend.client.lane() as lane:
+            with self.backend.client.lane() as lane:
                 self._group.on_stop(lambda: lane.post(lane.cancel, self._group))
                 if self._num_todo > 1:
-                    cache_common_prefix(self._program, self._backend)
+                    cache_common_prefix(self.program, self.backend)
                 threads = self._start(lane, min(num_threads, self._num_todo))
                 self._wait_for(threads)
         except BaseException as error:
@@ -190,10 +185,10 @@ class _ProgramRun:
             # A program stuck in its own code is abandoned.
             while thread.is_alive() and not self._group.stopped_for(STOP_PATIENCE_S):
                 thread.join(POLL_S)
-                if self._kept is not None:
-                    self._kept.log.commit_sometimes()
-        if self._kept is not None:
-            self._kept.log.commit()
+                if self.kept is not None:
+                    self.kept.log.commit_sometimes()
+        if self.kept is not None:
+            self.kept.log.commit()
 
     def _start(self, lane: WaveLane, num_threads: int) -> list[threading.Thread]:
         threads: list[threading.Thread] = []
@@ -237,9 +232,9 @@ class _ProgramRun:
                     except BaseException as error:  # our own; the caller raises it
                         result.set_exception(error)
                 del result
-                if self._bar is not None:
+                if self.bar is not None:
                     with self._lock, suppress(Exception):
-                        self._bar.update()
+                        self.bar.update()
         finally:
             lane.post(lane.leave)
 
@@ -250,27 +245,27 @@ class _ProgramRun:
             return next(self._todo, None)
 
     def _run_one(self, index: int) -> Any:
-        state = self._executor(index).run(self._program)
+        state = self._executor(index).run(self.program)
         # After a stop, calls fail through no fault of the program.
-        if self._kept is not None and self._group.stop_reason is None:
-            self._kept.keep(index, state)
+        if self.kept is not None and self._group.stop_reason is None:
+            self.kept.keep(index, state)
         self._count_failure(index, state)
         return state
 
     def _restore(self, index: int) -> Any:
-        assert self._kept is not None
-        state = self._kept.restore(index, self._executor(index))
+        assert self.kept is not None
+        state = self.kept.restore(index, self._executor(index))
         self._count_failure(index, state)
         return state
 
     def _executor(self, index: int) -> ProgramExecutor:
         return ProgramExecutor(
-            self._backend,
-            {**self._arguments[index], **self._program.bind_arguments},
-            self._sampling_params,
+            self.backend,
+            {**self.arguments[index], **self.program.bind_arguments},
+            self.sampling_params,
             chat_template=None,
             stream=False,
-            num_api_spec_tokens=self._program.num_api_spec_tokens,
+            num_api_spec_tokens=self.program.num_api_spec_tokens,
         )
 
     def _count_failure(self, index: int, state: Any) -> None:

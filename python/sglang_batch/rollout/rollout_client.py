@@ -13,6 +13,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -35,31 +36,28 @@ from .rollout_call import (
 _TIMEOUT = httpx.Timeout(None, connect=5.0)
 
 
+@dataclass(eq=False)
 class RunningRollout:
     """The groups of a call as they end. ``id``: of the call at the server."""
 
-    def __init__(
-        self,
-        client: RolloutClient,
-        call: RolloutCall,
-        http: httpx.AsyncClient,
-        response: httpx.Response,
-    ) -> None:
-        self._client = client
-        self._call = call
-        self._http = http
-        self._response = response
-        self.id = response.headers.get(ID_HEADER, "")
+    client: RolloutClient
+    call: RolloutCall
+    http: httpx.AsyncClient
+    response: httpx.Response
+
+    @property
+    def id(self) -> str:
+        return str(self.response.headers.get(ID_HEADER, ""))
 
     async def __aiter__(self) -> AsyncIterator[GroupResult]:
-        missing = len(self._call.groups)
-        with self._client.plain_errors():
+        missing = len(self.call.groups)
+        with self.client.plain_errors():
             lines = LineSplitter()
-            async for block in self._response.aiter_bytes():
+            async for block in self.response.aiter_bytes():
                 for line in lines.add(block):
                     missing -= 1
-                    yield self._client.read(self._call, line)
-        self._client.check_complete(missing)
+                    yield self.client.read(self.call, line)
+        self.client.check_complete(missing)
 
     async def stop(self) -> None:
         """Abort everything that runs. Its groups follow, with their tokens.
@@ -67,10 +65,10 @@ class RunningRollout:
         Raises:
             ConfigError: the server refuses it. ServerError: it does not answer.
         """
-        with self._client.plain_errors():
-            answer = await self._http.post(f"{ROLLOUTS_PATH}/{self.id}/stop")
+        with self.client.plain_errors():
+            answer = await self.http.post(f"{ROLLOUTS_PATH}/{self.id}/stop")
         if answer.status_code != 404:  # the call may have ended meanwhile
-            self._client.check(answer)
+            self.client.check(answer)
 
 
 class RolloutClient:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -26,16 +27,14 @@ async def in_thread(function: Callable[..., T], *args: Any) -> T:
         raise
 
 
+@dataclass(eq=False)
 class Repeated:
     """Calls ``work`` every ``every_s`` seconds. If it fails, its ``name`` is logged."""
 
-    def __init__(
-        self, work: Callable[[], Awaitable[object]], every_s: float, name: str
-    ) -> None:
-        self._work = work
-        self._every_s = every_s
-        self._name = name
-        self._task: asyncio.Task[None] | None = None
+    work: Callable[[], Awaitable[object]]
+    every_s: float
+    name: str
+    _task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._repeat())
@@ -49,11 +48,11 @@ class Repeated:
     async def _repeat(self) -> None:
         while True:
             try:
-                await self._work()
+                await self.work()
             except Exception:
                 # A busy database, say. The next call will do.
-                logger.exception("%s failed", self._name)
-            await asyncio.sleep(self._every_s)
+                logger.exception("%s failed", self.name)
+            await asyncio.sleep(self.every_s)
 
 
 async def as_they_come(

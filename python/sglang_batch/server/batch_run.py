@@ -47,7 +47,7 @@ from ..request import (
 from ..store.batch_store import BatchStore, Row, now
 from ..store.files import atomic_write
 from ..store.result_log import ResultLog
-from .access.keys import body_refusal, find_allowance
+from .access.keys import find_allowance
 from .background import in_thread
 from .batch_log import batch_changed
 from .bills import Bill
@@ -529,12 +529,12 @@ def model_check(
     store: BatchStore, owner: str, served: tuple[str, ...]
 ) -> BodyCheck | None:
     """The check of a line's model for a client with a list of models, or None."""
-    allowed = find_allowance(store.rows, owner).models
-    if allowed is None:
+    rules = find_allowance(store.rows, owner).model_rules(served)
+    if rules is None:
         return None
 
     def check(url: str, body: bytes) -> list[tuple[str, str | None]]:
-        why = body_refusal(allowed, served, url, body)
+        why = rules.body_refusal(url, body)
         return [] if why is None else [why]
 
     return check

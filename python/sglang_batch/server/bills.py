@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ..job.engine import Engine
 from ..job.engine_time import Account, EngineTime
 from ..store.batch_store import BatchStore
@@ -12,6 +14,7 @@ from .background import in_thread
 _WORTH_WRITING = 0.01
 
 
+@dataclass(eq=False)
 class Bill:
     """The seconds of the engine that a batch has used, and those that the store has of them.
 
@@ -19,15 +22,14 @@ class Bill:
     has ended.
     """
 
-    def __init__(self, account: Account, owner: str, earlier_s: float) -> None:
-        self.account = account
-        self.owner = owner
-        self._earlier_s = earlier_s
-        self.written_s: float | None = None
+    account: Account
+    owner: str
+    earlier_s: float
+    written_s: float | None = None
 
     @property
     def seconds(self) -> float:
-        return self._earlier_s + self.account.seconds
+        return self.earlier_s + self.account.seconds
 
 
 class Bills:

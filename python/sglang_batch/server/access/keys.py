@@ -64,6 +64,10 @@ class Allowance:
     lines: int | None = None
     tokens: int | None = None
 
+    def model_rules(self, served: Sequence[str] | None) -> ModelRules | None:
+        """The check of models, if there is one."""
+        return None if self.models is None else ModelRules(self.models, served or ())
+
 
 UNLIMITED = Allowance()
 
@@ -229,94 +233,87 @@ Refusal = tuple[str, str]
 """Why a request is refused, and the parameter that is the reason."""
 
 
-def model_refusal(
-    allowed: Sequence[str], served: Sequence[str], url: str, body: object
-) -> Refusal | None:
-    """Why a client may not send a body, None if it may.
+@dataclass(frozen=True, slots=True)
+class ModelRules:
+    """The models and adapters that a client may use, and the models that are served."""
 
-    Like SGLang, it takes the adapter of ``base:adapter`` before that of
-    ``lora_path``, and otherwise the served model. Adapters are allowed as
-    ``adapter`` or ``base:adapter``.
-    """
-    fields = body if isinstance(body, dict) else {}
-    model = fields.get("model")
-    if not isinstance(model, str):
-        return _message("must name its model", allowed), "model"
-    if url in WITH_ADAPTERS:
-        adapter = _adapter(model, served)
-        if adapter is not None:
-            return _adapter_refusal(allowed, served, adapter, "model")
-        if fields.get("lora_path"):
-            return native_refusal(allowed, served, fields)
-    if model not in (*allowed, *served) and _adapter(model, served) not in allowed:
-        return _message(f"may not use the model {model!r:.200}", allowed), "model"
-    return _base_refusal(allowed, served, "model")
+    allowed: Sequence[str]
+    served: Sequence[str]
 
+    def refusal(self, url: str, body: object) -> Refusal | None:
+        """Why a client may not send a body, None if it may.
 
-def native_refusal(
-    allowed: Sequence[str], served: Sequence[str], fields: dict[str, Any]
-) -> Refusal | None:
-    """Like :func:`model_refusal` for a native request, which names adapters only."""
-    paths = fields.get("lora_path")
-    for adapter in (paths or [None]) if isinstance(paths, list) else [paths]:
-        why = (
-            _adapter_refusal(allowed, served, adapter, "lora_path")
-            if adapter
-            else _base_refusal(allowed, served, "lora_path")
-        )
-        if why is not None:
-            return why
-    return None
+        Like SGLang, it takes the adapter of ``base:adapter`` before that of
+        ``lora_path``, and otherwise the served model. Adapters are allowed as
+        ``adapter`` or ``base:adapter``.
+        """
+        fields = body if isinstance(body, dict) else {}
+        model = fields.get("model")
+        if not isinstance(model, str):
+            return self._message("must name its model"), "model"
+        if url in WITH_ADAPTERS:
+            adapter = self._adapter(model)
+            if adapter is not None:
+                return self._adapter_refusal(adapter, "model")
+            if fields.get("lora_path"):
+                return self.native_refusal(fields)
+        known = (*self.allowed, *self.served)
+        if model not in known and self._adapter(model) not in self.allowed:
+            return self._message(f"may not use the model {model!r:.200}"), "model"
+        return self._base_refusal("model")
 
-
-def body_refusal(
-    allowed: Sequence[str], served: Sequence[str], url: str, body: bytes
-) -> Refusal | None:
-    """Like :func:`model_refusal`, for a body that is not parsed yet."""
-    try:
-        # As SGLang's routes parse it: of two equal keys, the last one counts.
-        fields = json.loads(body)
-    except (ValueError, RecursionError):
-        return "The body of the call cannot be read to check its model.", "model"
-    return model_refusal(allowed, served, url, fields)
-
-
-def _adapter_refusal(
-    allowed: Sequence[str], served: Sequence[str], adapter: object, param: str
-) -> Refusal | None:
-    # Not in a set: the adapter is any JSON value.
-    names = [_adapter(name, served) or name for name in allowed if name not in served]
-    if adapter in names:
+    def native_refusal(self, fields: dict[str, Any]) -> Refusal | None:
+        """Like :meth:`refusal` for a native request, which names adapters only."""
+        paths = fields.get("lora_path")
+        for adapter in (paths or [None]) if isinstance(paths, list) else [paths]:
+            why = (
+                self._adapter_refusal(adapter, "lora_path")
+                if adapter
+                else self._base_refusal("lora_path")
+            )
+            if why is not None:
+                return why
         return None
-    return _message(f"may not use the adapter {adapter!r:.200}", allowed), param
 
+    def body_refusal(self, url: str, body: bytes) -> Refusal | None:
+        """Like :meth:`refusal`, for a body that is not parsed yet."""
+        try:
+            # As SGLang's routes parse it: of two equal keys, the last one counts.
+            fields = json.loads(body)
+        except (ValueError, RecursionError):
+            return "The body of the call cannot be read to check its model.", "model"
+        return self.refusal(url, fields)
 
-def _base_refusal(
-    allowed: Sequence[str], served: Sequence[str], param: str
-) -> Refusal | None:
-    if any(name in allowed for name in served):
-        return None
-    problem = "may not use the model without an adapter"
-    if served:
-        problem = (
-            f"may not use the model {served[0]!r} without an adapter; name one as "
-            f"'{served[0]}:ADAPTER' where the endpoint takes adapters"
-        )
-    return _message(problem, allowed), param
+    def _adapter_refusal(self, adapter: object, param: str) -> Refusal | None:
+        # Not in a set: the adapter is any JSON value.
+        others = (name for name in self.allowed if name not in self.served)
+        if adapter in [self._adapter(name) or name for name in others]:
+            return None
+        return self._message(f"may not use the adapter {adapter!r:.200}"), param
 
+    def _base_refusal(self, param: str) -> Refusal | None:
+        if any(name in self.allowed for name in self.served):
+            return None
+        problem = "may not use the model without an adapter"
+        if self.served:
+            name = self.served[0]
+            problem = (
+                f"may not use the model {name!r} without an adapter; name one as "
+                f"'{name}:ADAPTER' where the endpoint takes adapters"
+            )
+        return self._message(problem), param
 
-def _adapter(model: str, served: Sequence[str]) -> str | None:
-    """The adapter in ``base:adapter``, as SGLang splits it."""
-    if model in served:  # it may have colons, as in s3://bucket/model
-        return None
-    for name in served:
-        if model.startswith(f"{name}:"):
-            return model[len(name) + 1 :].strip() or None
-    return model.partition(":")[2].strip() or None
+    def _adapter(self, model: str) -> str | None:
+        """The adapter in ``base:adapter``, as SGLang splits it."""
+        if model in self.served:  # it may have colons, as in s3://bucket/model
+            return None
+        for name in self.served:
+            if model.startswith(f"{name}:"):
+                return model[len(name) + 1 :].strip() or None
+        return model.partition(":")[2].strip() or None
 
-
-def _message(problem: str, allowed: Sequence[str]) -> str:
-    return f"This API key {problem}; its models are: {', '.join(allowed)}."
+    def _message(self, problem: str) -> str:
+        return f"This API key {problem}; its models are: {', '.join(self.allowed)}."
 
 
 ROLE_NAMES = {role: name for name, role in KEY_ROLES.items()}

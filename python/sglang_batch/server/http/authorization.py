@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request
@@ -18,7 +17,7 @@ from ...errors import ApiError
 from ...job.engine import WAVE_PATH, WORKER_PATH
 from ...rollout.rollout_call import ROLLOUTS_PATH
 from ..access.access_control import AccessControl, current_caller
-from ..access.keys import ANYBODY, SGLANG_ADMIN, Caller, Role, body_refusal
+from ..access.keys import ANYBODY, SGLANG_ADMIN, Caller, ModelRules, Role
 from .calls import KnownRoute, RouteFinder, config_of
 from .error_responses import error_at
 
@@ -156,7 +155,7 @@ MAX_BODY_BYTES = 64 << 20
 
 
 async def with_checked_model(
-    receive: Receive, template: str, allowed: Sequence[str], served: Sequence[str]
+    receive: Receive, template: str, rules: ModelRules
 ) -> Receive:
     """Read the body of an online call to a template and check its model.
 
@@ -172,7 +171,7 @@ async def with_checked_model(
         return receive
     received = await _received(receive)
     body = b"".join(message.get("body", b"") for message in received)
-    if why := body_refusal(allowed, served, template, body):
+    if why := rules.body_refusal(template, body):
         raise _refused(*why)
 
     async def replay() -> Message:
@@ -231,13 +230,10 @@ class KeyMiddleware:
             return
         try:
             caller = self._admitted(scope, route)
-            if caller.allowance.models is not None and route is not None:
-                receive = await with_checked_model(
-                    receive,
-                    route.template,
-                    caller.allowance.models,
-                    scope["app"].state.offline_batch_service.model_names or (),
-                )
+            served = scope["app"].state.offline_batch_service.model_names
+            rules = caller.allowance.model_rules(served)
+            if rules is not None and route is not None:
+                receive = await with_checked_model(receive, route.template, rules)
         except ApiError as error:
             await _refuse(error, scope, receive, send)
             return

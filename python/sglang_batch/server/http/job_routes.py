@@ -18,7 +18,6 @@ from ...errors import ApiError, InputError
 from ...job.engine import GENERATE_URL, MAX_INFLIGHT, WAVE_PATH
 from ...request import BatchRequestInput, json_line
 from ...rollout.rollout_call import ID_HEADER, ROLLOUTS_PATH, RolloutCall, parse_call
-from ..access.keys import body_refusal, native_refusal
 from ..service import new_id
 from .authorization import caller_of
 from .error_responses import OurRoute
@@ -138,8 +137,8 @@ def _checked_lines(
     request: Request, lines: list[dict[str, Any]]
 ) -> tuple[list[BatchRequestInput], list[tuple[int, int, bytes]]]:
     """The lines that can run, and index, status and body of the answer to each other one."""
-    allowed = caller_of(request).allowance.models
     served = service_of(request).model_names
+    allowed = caller_of(request).allowance.model_rules(served)
     rules = LineRules(models=served, require_model=False)
     requests, refused = [], []
     for i, line in enumerate(lines):
@@ -152,7 +151,7 @@ def _checked_lines(
             continue
         url, body = canonical_url(found["url"]), found["body"]
         if allowed is not None:
-            why = body_refusal(allowed, served or (), url, body)
+            why = allowed.body_refusal(url, body)
             if why is not None:
                 error = error_body(
                     why[0], status_code=403, param=why[1], code="model_not_allowed"
@@ -165,11 +164,9 @@ def _checked_lines(
 
 def _check_adapters(request: Request, bodies: list[dict[str, Any]]) -> None:
     """Check that the caller may use the model and these adapters, or raise 403."""
-    allowed = caller_of(request).allowance.models
-    if allowed is None:
+    rules = caller_of(request).allowance.model_rules(service_of(request).model_names)
+    if rules is None:
         return
-    served = service_of(request).model_names or ()
     for body in bodies:
-        why = native_refusal(allowed, served, body)
-        if why is not None:
+        if why := rules.native_refusal(body):
             raise ApiError(403, why[0], param=why[1], code="model_not_allowed")

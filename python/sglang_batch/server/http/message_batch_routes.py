@@ -41,11 +41,11 @@ from .parameters import (
     page_limit,
     pieces_of,
     service_of,
+    write_body,
 )
 from .result_responses import in_blocks
 
 MAX_RECENT = 100
-_CHUNK_BYTES = 1 << 18
 
 
 def most_bytes(request: Request) -> int:
@@ -57,19 +57,14 @@ def most_bytes(request: Request) -> int:
 async def receive(request: Request, body: IncomingFile) -> str:
     """Write a body to a file, or raise 413 or 507. Returns its SHA-256 in hex."""
     most = most_bytes(request)
-    digest, held = hashlib.sha256(), bytearray()
+    digest = hashlib.sha256()
 
-    def write() -> None:
-        digest.update(held)
-        body.write(held)
-        held.clear()
+    def write(block: bytes) -> None:
+        digest.update(block)
+        body.write(block)
 
     message = f"The requests of a batch have at most {most} bytes."
-    async for piece in pieces_of(request, most, message):
-        held += piece
-        if len(held) >= _CHUNK_BYTES:
-            await asyncio.to_thread(write)
-    await asyncio.to_thread(write)
+    await write_body(pieces_of(request, most, message), write)
     body.close()
     return digest.hexdigest()
 

@@ -14,12 +14,11 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from ...errors import ApiError
 from ...store.incoming import AHEAD_BYTES, IncomingFile, Room
-from .parameters import content_length, large_body, service_of
+from .parameters import content_length, large_body, service_of, write_body
 
 # Total size of all that is not the file: fields, names, headers, boundaries.
 MAX_FIELD_BYTES = 256 << 10
 MAX_PARTS = 100
-_BLOCK = 1 << 20
 
 
 @dataclass(eq=False)
@@ -168,7 +167,11 @@ async def received_form(
                 await asyncio.to_thread(_check_size, room, size, max_bytes)
             boundary = _boundary(request, key)
             form = Form(boundary, key, room, max_bytes, may_be_text, size)
-            await _receive(request, form)
+            await write_body(request.stream(), form.write)
+            if not form.ended:
+                raise ApiError(400, "The form ends before its last boundary.")
+            if form.file is not None:
+                await asyncio.to_thread(form.file.close)
         yield form
     except FormParserError as error:
         raise ApiError(400, f"The form cannot be parsed: {error}.") from None
@@ -196,21 +199,6 @@ def _boundary(request: Request, key: str) -> bytes:
     if b"boundary" not in options:
         raise ApiError(400, "Missing boundary in the multipart form.")
     return options[b"boundary"]
-
-
-async def _receive(request: Request, form: Form) -> None:
-    """Read the whole body, one block at a time, and write it to disk in a thread."""
-    waiting = bytearray()
-    async for data in request.stream():
-        waiting += data
-        if len(waiting) >= _BLOCK:
-            await asyncio.to_thread(form.write, bytes(waiting))
-            waiting.clear()
-    await asyncio.to_thread(form.write, bytes(waiting))
-    if not form.ended:
-        raise ApiError(400, "The form ends before its last boundary.")
-    if form.file is not None:
-        await asyncio.to_thread(form.file.close)
 
 
 def too_large(max_bytes: int) -> ApiError:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from ipaddress import ip_address, ip_network
@@ -201,6 +201,7 @@ _MAX_DIGITS = 18
 # How long a body waits for others of its client to end, and how many may wait.
 PATIENCE_S = 10.0
 MAX_WAITING = 4096
+_BLOCK = 1 << 20
 
 
 def content_length(request: Request) -> int | None:
@@ -228,6 +229,19 @@ async def pieces_of(request: Request, most: int, message: str) -> AsyncIterator[
             yield piece
     if size > most:
         raise ApiError(413, message, code="body_too_large", retry=False)
+
+
+async def write_body(
+    pieces: AsyncIterator[bytes], write: Callable[[bytes], object]
+) -> None:
+    """Write a body in a thread, one large block at a time."""
+    waiting = bytearray()
+    async for piece in pieces:
+        waiting += piece
+        if len(waiting) >= _BLOCK:
+            await asyncio.to_thread(write, bytes(waiting))
+            waiting.clear()
+    await asyncio.to_thread(write, bytes(waiting))
 
 
 async def whole_body(request: Request, most: int) -> bytes:

@@ -78,7 +78,7 @@ _SUFFIXES = re.compile(r"(\.[a-z]*\d{6})+$", re.ASCII)
 _NUMBER = re.compile(r"(\d+)(?:\.try(\d+))?(?:\.(\d+))?", re.ASCII)
 
 
-class _Counts:
+class Counts:
     """Counts that are added field by field."""
 
     __slots__: tuple[str, ...] = ()
@@ -94,7 +94,7 @@ class _Counts:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage(_Counts):
+class Usage(Counts):
     """Token counts of one answer, or sums over many."""
 
     input_tokens: int = 0
@@ -118,7 +118,7 @@ class Usage(_Counts):
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts(_Counts):
+class Cuts(Counts):
     """Answers that each stop rule has ended.
 
     length: those that ended at their limit of tokens, ``finish_reason`` ``length``.
@@ -131,7 +131,7 @@ class Cuts(_Counts):
 
 
 @dataclass(frozen=True, slots=True)
-class Work(_Counts):
+class Work(Counts):
     """What an engine did for a request, in the terms of the cost model.
 
     tokens: those of prompts that were computed, and of answers.

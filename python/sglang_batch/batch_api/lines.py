@@ -41,15 +41,27 @@ REQUIRED_KEYS = ("custom_id", "method", "url", "body")
 def decode_envelope(line: bytes) -> dict[str, Any]:
     """The known keys of a line, ``body`` as raw bytes. InvalidLine: it is no object."""
     try:
-        envelope = _decoder.decode(line)
+        envelope = _decode(_decoder, line)
+        found = {key: getattr(envelope, key) for key in REQUIRED_KEYS}
+        body = found["body"]
+        if body is not msgspec.UNSET:
+            is_raw = isinstance(body, msgspec.Raw)
+            found["body"] = bytes(body) if is_raw else json.dumps(body).encode()
+    except (ValueError, RecursionError):
+        raise InvalidLine from None
+    return {key: value for key, value in found.items() if value is not msgspec.UNSET}
+
+
+def _decode(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
+    """An object's known keys, with any numbers. Raises ValueError if it is none."""
+    try:
+        return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _decode_lenient(line)
-    found = {}
-    for key in REQUIRED_KEYS:
-        value = getattr(envelope, key)
-        if value is not msgspec.UNSET:
-            found[key] = bytes(value) if key == "body" else value
-    return found
+        value, kind = loads_lenient(data), decoder.type
+        if not isinstance(value, dict):
+            raise InvalidLine from None
+        known = kind.__struct_fields__
+        return kind(**{key: value[key] for key in known if key in value})
 
 
 def loads_lenient(data: bytes) -> Any:
@@ -68,19 +80,6 @@ def loads_lenient(data: bytes) -> Any:
     except ValueError:  # a whole number that Python does not read
         most = sys.get_int_max_str_digits()
         raise ValueError(f"A number has more than {most:,} digits.") from None
-
-
-def _decode_lenient(line: bytes) -> dict[str, Any]:
-    try:
-        value = loads_lenient(line)
-        if not isinstance(value, dict):
-            raise InvalidLine
-        found = {key: value[key] for key in REQUIRED_KEYS if key in value}
-        if "body" in found:
-            found["body"] = json.dumps(found["body"]).encode()
-    except (ValueError, RecursionError):
-        raise InvalidLine from None
-    return found
 
 
 class ResultResponse(msgspec.Struct):
@@ -127,7 +126,7 @@ def result_line(
 ) -> bytes:
     """One line of an output or error file, for a request that ran."""
     body = msgspec.Raw(output.body)
-    line = ResultLine(
+    return _written(
         _line_id(job_id, request.index),
         request.custom_id,
         ResultResponse(output.status_code, output.request_id, body),
@@ -135,7 +134,6 @@ def result_line(
         msgspec.UNSET if output.merged_with is None else output.merged_with,
         output.from_cache or msgspec.UNSET,
     )
-    return json_line(line).removesuffix(b"\n")
 
 
 def invalid_line(
@@ -149,16 +147,18 @@ def invalid_line(
     body = msgspec.json.encode(error_body(message, code=code))
     response = ResultResponse(400, engine_request_id(job_id, index), msgspec.Raw(body))
     error = ResultError(code, message)
-    line = ResultLine(_line_id(job_id, index), custom_id, response, error)
-    return json_line(line).removesuffix(b"\n")
+    return _written(_line_id(job_id, index), custom_id, response, error)
 
 
 def unrun_line(
     request: BatchRequestInput, job_id: str, code: str, message: str
 ) -> bytes:
     error = ResultError(code, message)
-    line = ResultLine(_line_id(job_id, request.index), request.custom_id, None, error)
-    return json_line(line).removesuffix(b"\n")
+    return _written(_line_id(job_id, request.index), request.custom_id, None, error)
+
+
+def _written(*fields: Any) -> bytes:
+    return json_line(ResultLine(*fields)).removesuffix(b"\n")
 
 
 def _line_id(job_id: str, index: int) -> str:
@@ -275,7 +275,7 @@ def _check_body(
 ) -> None:
     endpoint = ENDPOINTS[url]
     try:
-        fields = _decode_body(url, body)
+        fields = _decode(_body_decoders[url], body)
     except ValueError:
         bad("invalid_request", "The body of a request must be a JSON object.", "body")
         return
@@ -345,19 +345,4 @@ _body_decoders = {url: _body_decoder(endpoint) for url, endpoint in ENDPOINTS.it
 
 def model_of(url: str, body: bytes) -> object:
     """The model that a body names, or :data:`msgspec.UNSET`."""
-    return _decode_body(url, body).model
-
-
-def _decode_body(url: str, body: bytes) -> Any:
-    decoder = _body_decoders[url]
-    try:
-        return decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _lenient_body(decoder.type, body)
-
-
-def _lenient_body(kind: type[Any], body: bytes) -> Any:
-    value = loads_lenient(body)
-    if not isinstance(value, dict):
-        raise InvalidLine
-    return kind(**{key: value[key] for key in kind.__struct_fields__ if key in value})
+    return _decode(_body_decoders[url], body).model

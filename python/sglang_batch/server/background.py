@@ -43,6 +43,7 @@ class Repeated:
         """Cancel the call in progress, and wait for its end."""
         if self._task is not None:
             self._task.cancel()
+            # Awaiting the task itself could swallow the cancellation of this one.
             await asyncio.wait({self._task})
 
     async def _repeat(self) -> None:

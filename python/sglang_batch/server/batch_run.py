@@ -31,7 +31,7 @@ from ..batch_api.lines import BodyCheck, LineRules, result_line
 from ..batch_api.stop_rules.rule_settings import with_stop_rules
 from ..config import OfflineBatchConfig
 from ..errors import StoreError
-from ..job.answer_cache import CachedAnswers, ModelAnswers, answer_known
+from ..job.answer_cache import ModelAnswers, answer_known
 from ..job.early_stop import num_enough
 from ..job.engine import Engine
 from ..job.inflight_limit import InflightLimit
@@ -48,7 +48,7 @@ from ..store.batch_store import BatchStore, Row, now
 from ..store.files import atomic_write
 from ..store.result_log import ResultLog
 from .access.keys import find_allowance
-from .background import in_thread
+from .background import Repeated, in_thread
 from .batch_log import batch_changed
 from .bills import Bill
 from .result_saver import Pauses, ResultSaver, finish
@@ -107,16 +107,16 @@ class BatchRun:
     ) -> None:
         self.batch_id = batch_id
         self.store = store
-        self._config = config
+        self.config = config
         self.engine = RetryingEngine(engine, config, bill.account)
         self._bill = bill
-        self._hooks = hooks
-        self._answers = answers
+        self.hooks = hooks
+        self.answers = answers
         self.may_run = asyncio.Event()
         self.stop = Stop(asyncio.Event())
         self.limit = InflightLimit()
         self.pauses = Pauses(batch_id, store, self.limit)
-        self._priority = 0
+        self.priority = 0
         self._num_finishing = 0
         self._num_left: int | None = None
         self._saver: ResultSaver | None = None
@@ -127,7 +127,7 @@ class BatchRun:
         """Take the batch to its end, or to where it stops. Another run can resume it."""
         if not await self._validate():
             return
-        self._hooks.on_valid()
+        self.hooks.on_valid()
         await self._wait_until_allowed()
         row = self.row()
         if row["status"] not in api.ACTIVE_STATUSES:
@@ -175,10 +175,10 @@ class BatchRun:
             self.stop.set(None)
 
     async def set_priority(self, priority: int) -> None:
-        if priority != self._priority:
+        if priority != self.priority:
+            self.priority = priority
             if self._answering is not None:
                 await self._answering.set_priority(priority)
-            self._priority = priority
 
     def blame(self, num_lines: int, num_others: int) -> None:
         """Record that the engine died with lines in flight, online requests included."""
@@ -208,7 +208,7 @@ class BatchRun:
         with requests.closing():
             saver = await self._open_results(len(requests))
             try:
-                days, listed = self._config.file_days, errors_json(errors)
+                days, listed = self.config.file_days, errors_json(errors)
                 await finish(saver, requests, api.FAILED, days, listed)
             finally:
                 saver.log.close()
@@ -229,7 +229,7 @@ class BatchRun:
             self.store,
             row,
             self.engine.model_names,
-            self._config.max_batch_requests,
+            self.config.max_batch_requests,
         )
         if isinstance(found, FileErrors):
             self.fail(found)
@@ -266,43 +266,24 @@ class BatchRun:
         try:
             if row["status"] == api.FINALIZING and row["expired_at"]:
                 stop.set(api.EXPIRED)  # an earlier server had begun to expire it
-            self._stop_if_enough(row["enough"], log)
+            self.stop_if_enough(row["enough"], log)
             if row["paused_reason"]:
                 self.pauses.tell()
             if len(log.unfinished()) and not stop.event.is_set():
-                self._answering = Answering(
-                    requests,
-                    saver,
-                    self._suspects,
-                    self.engine,
-                    self._config_of(row),
-                    JobOptions(
-                        limit=self.limit, directory=directory, priority=self._priority
-                    ),
-                    self._hooks,
-                    on_answer=lambda: self._stop_if_enough(row["enough"], log),
-                )
-                kept = self._answers
-                cached = None if kept is None else kept.of(row["owner"])
-                await self._answering.run(stop.event, cached)
+                self._answering = Answering(self, row, requests, saver, self._suspects)
+                await self._answering.run(stop.event)
             if stop.event.is_set() and stop.end is None:
                 return
             end = stop.end or api.COMPLETED
             if not len(log.unfinished()):
                 # Every line was answered before the batch could be stopped.
                 end = api.CANCELLED if end == api.CANCELLED else api.COMPLETED
-            await self._hooks.settle()
-            await finish(saver, requests, end, self._config.file_days)
+            await self.hooks.settle()
+            await finish(saver, requests, end, self.config.file_days)
         finally:
             log.close()
 
-    def _config_of(self, row: Row) -> OfflineBatchConfig:
-        """The settings with those that the batch has of its own."""
-        if row["dedupe"] is None:
-            return self._config
-        return dataclasses.replace(self._config, dedupe=row["dedupe"])
-
-    def _stop_if_enough(self, share: float | None, log: ResultLog) -> None:
+    def stop_if_enough(self, share: float | None, log: ResultLog) -> None:
         """Complete the batch once this share of its lines has an answer."""
         if share is None or self.stop.event.is_set():
             return
@@ -333,16 +314,16 @@ class Answering:
     results of earlier servers, too.
     """
 
+    batch: BatchRun
+    row: Row
     requests: Requests
     saver: ResultSaver
     suspects: Suspects
-    engine: RetryingEngine
-    config: OfflineBatchConfig
-    options: JobOptions
-    hooks: RunnerHooks
-    on_answer: Callable[[], None]
 
     def __post_init__(self) -> None:
+        self.config = self.batch.config
+        if self.row["dedupe"] is not None:
+            self.config = dataclasses.replace(self.config, dedupe=self.row["dedupe"])
         self._requests = with_stop_rules(self.requests, self.config.stop_rules)
         self._sink: Sink = self._store
         self._job: Job | None = None
@@ -351,11 +332,14 @@ class Answering:
     async def set_priority(self, priority: int) -> None:
         if self._job is not None:
             await self._job.set_priority(priority)
-        self.options = dataclasses.replace(self.options, priority=priority)
 
-    async def run(self, stop: asyncio.Event, cached: CachedAnswers | None) -> None:
+    async def run(self, stop: asyncio.Event) -> None:
         """Answer lines until each answer is on disk, or ``stop`` is set."""
-        counting = asyncio.create_task(self._count_regularly())
+        hooks, kept = self.batch.hooks, self.batch.answers
+        counting = Repeated(
+            self.saver.save_counts, hooks.count_every_s, "Counting lines"
+        )
+        counting.start()
         try:
             groups = self.suspects.groups()
             suspects = {index for group in groups for index in group}
@@ -369,7 +353,7 @@ class Answering:
             )
             self._reject_deadly()
             left, self._sink = await answer_known(
-                cached,
+                None if kept is None else kept.of(self.row["owner"]),
                 self._requests,
                 self._equal.todo,
                 self._equal.sharing(self._store),
@@ -381,13 +365,11 @@ class Answering:
             unfinished = set(self._unfinished()) & suspects & set(computed)
             for group in groups:
                 if todo := [index for index in group if index in unfinished]:
-                    async with self.hooks.alone():
+                    async with hooks.alone():
                         await self._run_job(todo, stop)
             await self.saver.all_saved(stop)
         finally:
-            counting.cancel()
-            # Awaiting the task itself could swallow the cancellation of this one.
-            await asyncio.wait({counting})
+            await counting.stop()
             await self.saver.save_counts()
 
     def _unfinished(self) -> list[int]:
@@ -408,10 +390,14 @@ class Answering:
             self.saver.batch_id,
             self._requests,
             todo,
-            self.engine,
+            self.batch.engine,
             self.config,
             self._sink,
-            self.options,
+            JobOptions(
+                limit=self.batch.limit,
+                directory=self.batch.store.work_dir(self.batch.batch_id),
+                priority=self.batch.priority,
+            ),
         )
         try:
             await self._job.run(stop)
@@ -426,12 +412,7 @@ class Answering:
     def _store(self, request: BatchRequestInput, output: RequestOutput) -> None:
         line = result_line(request, self.saver.batch_id, output)
         self.saver.put(request.index, line, output)
-        self.on_answer()
-
-    async def _count_regularly(self) -> None:
-        while True:
-            await asyncio.sleep(self.hooks.count_every_s)
-            await self.saver.save_counts()
+        self.batch.stop_if_enough(self.row["enough"], self.saver.log)
 
 
 # How a line runs again, from least to most suspect.

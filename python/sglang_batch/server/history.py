@@ -9,11 +9,11 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..batch_api import protocol as api
 from ..batch_api.objects import computed_usage
 from ..job.engine import Engine, KvUse
+from ..request import Counts
 from ..store.batch_store import BatchStore, Row
 from .background import Repeated
 
@@ -54,23 +54,18 @@ class Point:
     kv: KvUse | None
 
 
-class _Counts(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Done(Counts):
     """Counts of a batch: lines answered, and tokens of those lines."""
 
-    lines: int
-    computed: int
-    cached: int
-    output: int
+    lines: int = 0
+    computed: int = 0
+    cached: int = 0
+    output: int = 0
 
     @property
     def tokens(self) -> int:
         return self.computed + self.cached + self.output
-
-    def since(self, before: _Counts) -> _Counts:
-        return _Counts(*(now - then for now, then in zip(self, before, strict=True)))
-
-
-_NOTHING = _Counts(0, 0, 0, 0)
 
 
 class History:
@@ -80,7 +75,7 @@ class History:
         self._store = store
         self._engine = engine
         self._points: deque[Point] = deque(maxlen=NUM_POINTS)
-        self._tracks: dict[str, deque[tuple[float, _Counts]]] = {}
+        self._tracks: dict[str, deque[tuple[float, _Done]]] = {}
         self._left: dict[str, int] = {}
         self._sampled_at: float | None = None
         self._newest_seq: int | None = None
@@ -101,7 +96,7 @@ class History:
             api.ACTIVE_STATUSES, self._newest_seq, self._seqs
         )
         growths = [self._note(row, now, before) for row in rows]
-        grown = _Counts(*map(sum, zip(_NOTHING, *growths, strict=True)))
+        grown = sum(growths, _Done())
         active = {
             row["id"]: row for row in rows if row["status"] in api.ACTIVE_STATUSES
         }
@@ -132,7 +127,7 @@ class History:
         if track is None or len(track) < 2:
             return None
         (began, first), (ended, last) = track[0], track[-1]
-        seconds, grown = ended - began, last.since(first)
+        seconds, grown = ended - began, last - first
         lines_per_s = grown.lines / seconds
         eta_s = self._left[batch_id] / lines_per_s if lines_per_s else None
         return Rate(
@@ -152,17 +147,17 @@ class History:
             after = 0.0
         return [point for point in self._points if point.time > after]
 
-    def _note(self, row: Row, now: float, before: float | None) -> _Counts:
+    def _note(self, row: Row, now: float, before: float | None) -> _Done:
         """Add a batch's counts to its track and return by how much they grew."""
-        counts = _counts(row)
+        counts = _done(row)
         track = self._tracks.get(row["id"])
         if track is None:
             track = self._tracks[row["id"]] = deque()
             if before is not None:
                 # It began since the last sample, with all its counters at 0.
-                track.append((before, _NOTHING))
+                track.append((before, _Done()))
         last = track[-1][1] if track else counts
-        if min(counts.since(last)) < 0:
+        if min((counts - last).counts()) < 0:
             # It was resumed from results that are slightly older.
             track.clear()
             last = counts
@@ -172,7 +167,7 @@ class History:
         track.append((now, counts))
         while len(track) > 2 and track[1][0] <= now - WINDOW_S:
             track.popleft()
-        return counts.since(last)
+        return counts - last
 
     async def _kv_use(self, active: Iterable[Row]) -> KvUse | None:
         if self._engine is None or not any(
@@ -182,9 +177,9 @@ class History:
         return await self._engine.kv_use()
 
 
-def _counts(row: Row) -> _Counts:
+def _done(row: Row) -> _Done:
     usage = computed_usage(row)
-    return _Counts(
+    return _Done(
         lines=row["completed"] + row["failed"],
         computed=usage.input_tokens - usage.cached_tokens,
         cached=usage.cached_tokens,

@@ -7,9 +7,9 @@ FastAPI cannot infer their schemas. They check the bodies with
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import openai.types as official
 from fastapi import Query
@@ -20,13 +20,16 @@ from pydantic import (
     ConfigDict,
     Field,
     WithJsonSchema,
+    create_model,
 )
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 from ...batch_api import protocol as api
 from ...batch_api.message_batches import MAX_REQUESTS
+from ...scheduling.running_tree import JobNow, NodeNow
 from ..access.keys import NAME_LEN, check_name
+from ..access.usage import COUNTS
 from .idempotency import MAX_KEY_LEN
 
 Docs = dict[str, Any]
@@ -241,21 +244,16 @@ class RevokedApiKey(BaseModel):
     cancelled_batches: list[str]
 
 
-# :data:`..access.usage.COUNTS` and :mod:`...scheduling.running_tree` explain the fields.
+def _model(name: str, doc: str | None, fields: Mapping[str, Any]) -> Any:
+    """A model of an answer whose fields are listed where it is made."""
+    given = {field: (kind, ...) for field, kind in fields.items()}
+    return create_model(name, __doc__=doc, **given)  # type: ignore[call-overload]
 
 
-class DayOfUsage(BaseModel):
-    day: str
-    name: str
-    batches: int
-    lines: int
-    calls: int
-    input_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    merged_tokens: int
-    engine_seconds: float
-    total_tokens: int
+_USAGE = dict.fromkeys(COUNTS[:-1], int) | {"engine_seconds": float}
+DayOfUsage = _model(
+    "DayOfUsage", None, {"day": str, "name": str, **_USAGE, "total_tokens": int}
+)
 
 
 class LabelCosts(BaseModel):
@@ -279,44 +277,25 @@ class CostList(BaseModel):
 
 class UsageList(BaseModel):
     object: Literal["list"]
-    data: list[DayOfUsage]
+    data: list[DayOfUsage]  # type: ignore[valid-type]
 
 
-class TreeJob(BaseModel):
-    """An open job: a batch, or a wave of programs."""
-
-    job: str
-    policy: str
-    priority: int
-    waiting: int
-    followers: int
-    prefixes: int
-    in_use_tokens: int
-    kept_tokens: int
-
-
-class TreeNode(BaseModel):
-    """A prefix that requests of a job share."""
-
-    job: str
-    node: int
-    parent: int
-    prefix_tokens: int
-    tokens: int
-    state: Literal["absent", "computing", "kept"]
-    pinned: bool
-    running: int
-    uses_left: int
-    next_use: int | None
-    density: float | None
+TreeJob = _model(
+    "TreeJob", "An open job: a batch, or a wave of programs.", get_type_hints(JobNow)
+)
+TreeNode = _model(
+    "TreeNode",
+    "A prefix that requests of a job share.",
+    get_type_hints(NodeNow) | {"state": Literal["absent", "computing", "kept"]},
+)
 
 
 class ReplicaTree(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     replica: int
-    jobs: list[TreeJob]
-    nodes: list[TreeNode]
+    jobs: list[TreeJob]  # type: ignore[valid-type]
+    nodes: list[TreeNode]  # type: ignore[valid-type]
     admission: str | None = None
     """Why the next request in line did not join the last step, such as ``no_kv``."""
     admissions: dict[str, int] | None = None

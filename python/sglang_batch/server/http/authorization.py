@@ -230,9 +230,10 @@ class KeyMiddleware:
             return
         try:
             caller = self._admitted(scope, route)
-            served = scope["app"].state.offline_batch_service.model_names
-            rules = caller.allowance.model_rules(served)
-            if rules is not None and route is not None:
+            models = caller.allowance.models
+            if models is not None and route is not None:
+                served = scope["app"].state.offline_batch_service.model_names or ()
+                rules = ModelRules(models, served)
                 receive = await with_checked_model(receive, route.template, rules)
         except ApiError as error:
             await _refuse(error, scope, receive, send)

@@ -38,7 +38,7 @@ Binary = Annotated[bytes, WithJsonSchema({"type": "string", "format": "binary"})
 
 def _one_of(choices: Iterable[str]) -> tuple[Any, Any]:
     """The annotations of a string that must be one of ``choices``."""
-    listed = list(choices)
+    listed: list[Any] = list(choices)
 
     def check(value: str) -> str:
         if value not in listed:

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 from report import Figure
 
-from sglang_batch.batch_api.stop_rules.answer_watch import AnswerText, AnswerWatch
-from sglang_batch.batch_api.stop_rules.rule_settings import StopRules
+from sglang_batch.batch_api.stop_rules import AnswerText, AnswerWatch, StopRules
 from sglang_batch.run.demo_model import write_demo_model
 
 LINES, RUNS = 2_000, 3

@@ -20,7 +20,7 @@ from ipaddress import ip_network
 from typing import Any, TypeVar
 
 from .batch_api.media_places import parse_source
-from .batch_api.stop_rules.rule_settings import StopRules
+from .batch_api.stop_rules import StopRules
 from .errors import ConfigError, did_you_mean
 
 # The policies: every order that a job's requests can be given.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_batch.batch_api.stop_rules.rule_settings import with_stop_rules
+from sglang_batch.batch_api.stop_rules import with_stop_rules
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import ConfigError
 from sglang_batch.request import BatchRequestInput

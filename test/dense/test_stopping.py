@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from sglang_batch.batch_api.stop_rules.answer_watch import Cut
-from sglang_batch.batch_api.stop_rules.rule_settings import Repetition, StopRules
+from sglang_batch.batch_api.stop_rules import Cut, Repetition, StopRules
 from sglang_batch.dense.row_request import Stopping
 from sglang_batch.dense.stopping import Ending, RowStopping, ending_ids
 from sglang_batch.run.demo_model import SPECIAL_IDS, write_demo_model

@@ -13,7 +13,7 @@ import openai
 import pytest
 from route_server import Server, error_of, serving
 
-from sglang_batch.server.http import multipart_form
+from sglang_batch.server.http import parameters
 from sglang_batch.store import batch_store
 from sglang_batch.store.incoming import IncomingFile
 
@@ -251,7 +251,7 @@ def test_a_form_that_is_cut_off_makes_no_file(bare_server: Server) -> None:
 def test_fields_that_are_no_files_have_a_limit(
     bare_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(multipart_form, "MAX_FIELD_BYTES", 100)
+    monkeypatch.setattr(parameters, "MAX_FIELD_BYTES", 100)
     answer = bare_server.http.post(
         "/v1/files",
         data={"purpose": "batch", "more": "x" * 101},

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, make_asgi_app
 from route_server import Server, error_of, serving
 from starlette.routing import Mount
 
-from sglang_batch.server.http import message_batch_routes, multipart_form, parameters
+from sglang_batch.server.http import message_batch_routes, parameters
 from sglang_batch.store import incoming
 
 MB = 1 << 20
@@ -293,7 +293,7 @@ def test_what_follows_a_form_has_a_limit(server: Server) -> None:
     content = PURPOSE + FILE + b"x\r\n--b--\r\n" + b"x" * 2 * MB
     answer = server.http.post("/v1/files", content=content, headers=FORM)
     assert (answer.status_code, error_of(answer)["code"]) == (400, "form_too_large")
-    assert str(multipart_form.MAX_FIELD_BYTES) in error_of(answer)["message"]
+    assert str(parameters.MAX_FIELD_BYTES) in error_of(answer)["message"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from transformers import AutoTokenizer
 
-from sglang_batch.batch_api.stop_rules.rule_settings import StopRules
+from sglang_batch.batch_api.stop_rules import StopRules
 from sglang_batch.srt.scheduler.answer_ends import watch_request
 
 THINK_END = list(b"</think>")

@@ -11,16 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_batch.batch_api.stop_rules.answer_watch import (
+from sglang_batch.batch_api.stop_rules import (
     AnswerText,
     AnswerWatch,
     Cut,
     JsonRule,
+    RegexRule,
+    RegexTooComplex,
+    Repetition,
     RepetitionRule,
+    StopRules,
     without_extra,
 )
-from sglang_batch.batch_api.stop_rules.regex_rule import RegexRule, RegexTooComplex
-from sglang_batch.batch_api.stop_rules.rule_settings import Repetition, StopRules
 
 # Pieces of text, as tokens are.
 pieces_of = st.integers(1, 7)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..batch_api.stop_rules.answer_watch import Cut
+from ..batch_api.stop_rules import Cut
 from .admission import Admission, ByLength, Row, expected_left
 from .model import LoadedModel
 from .prefill import Prefilled

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..batch_api.stop_rules.answer_watch import Cut
-from ..batch_api.stop_rules.rule_settings import NO_RULES, StopRules
+from ..batch_api.stop_rules import NO_RULES, Cut, StopRules
 from .admission import ByLength
 
 

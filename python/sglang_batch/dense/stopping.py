@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
-from ..batch_api.stop_rules.answer_watch import AnswerText, AnswerWatch, Cut
-from ..batch_api.stop_rules.regex_rule import RegexTooComplex
+from ..batch_api.stop_rules import AnswerText, AnswerWatch, Cut, RegexTooComplex
 from .row_request import Stopping
 
 # Bytes of one character in UTF-8, each of which may be a token.

@@ -20,7 +20,7 @@ import msgspec
 from ..batch_api.equal_requests import EqualRequests, find_equal
 from ..batch_api.jsonl import BatchFile
 from ..batch_api.lines import invalid_line, result_line, unrun_line
-from ..batch_api.stop_rules.rule_settings import with_stop_rules
+from ..batch_api.stop_rules import with_stop_rules
 from ..errors import (
     ConfigError,
     EngineError,

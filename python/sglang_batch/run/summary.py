@@ -14,7 +14,7 @@ import msgspec
 
 from ..batch_api.error_reasons import line_error, without_details
 from ..batch_api.objects import dollars
-from ..batch_api.stop_rules.rule_settings import RULES
+from ..batch_api.stop_rules import RULES
 from ..inputs.field_sample import FieldSaving
 from ..request import Usage
 from ..store.result_log import ResultLog, finished_lines

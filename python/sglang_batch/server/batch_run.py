@@ -28,7 +28,7 @@ from ..batch_api import protocol as api
 from ..batch_api.equal_requests import find_equal
 from ..batch_api.jsonl import BatchFile, FileErrors, validate
 from ..batch_api.lines import BodyCheck, LineRules, result_line
-from ..batch_api.stop_rules.rule_settings import with_stop_rules
+from ..batch_api.stop_rules import with_stop_rules
 from ..config import OfflineBatchConfig
 from ..errors import StoreError
 from ..job.answer_cache import ModelAnswers, answer_known

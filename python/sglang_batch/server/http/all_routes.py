@@ -19,7 +19,6 @@ from . import (
     key_routes,
     message_batch_routes,
     page_routes,
-    worker_routes,
 )
 from .error_responses import answer_unknown
 from .middleware import AnswerHeaders, BodyPace, CrossOrigin, KnownMethods
@@ -32,7 +31,7 @@ ROUTERS = (
     job_routes.router,
     page_routes.router,
     key_routes.router,
-    worker_routes.router,
+    job_routes.worker_router,
 )
 
 

@@ -22,7 +22,7 @@ from . import parameters
 from .authorization import caller_of, owner_field
 from .error_responses import OurRoute
 from .idempotency import Keep, answer_once
-from .multipart_form import received_form, too_large
+from .parameters import received_form, too_large
 from .result_responses import BYTES, JSONL, file_response, results_so_far
 
 KIND = "files"

@@ -1,28 +1,30 @@
-"""Lists of requests that one response answers, each run as one job: waves and rollouts."""
+"""Requests that run without a file: waves and rollouts, each as one job, and calls of a fleet."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from ...batch_api.lines import LineError, LineRules, check_line
 from ...batch_api.protocol import INTERACTIVE_PRIORITY, canonical_url, error_body
 from ...errors import ApiError, InputError
-from ...job.engine import GENERATE_URL, MAX_INFLIGHT, WAVE_PATH
+from ...fleet.messages import READ_CALL
+from ...fleet.worker_host import WorkerHost
+from ...job.engine import GENERATE_URL, MAX_INFLIGHT, WAVE_PATH, WORKER_PATH
 from ...request import BatchRequestInput, json_line
 from ...rollout.rollout_call import ID_HEADER, ROLLOUTS_PATH, RolloutCall, parse_call
 from ..service import new_id
 from .authorization import caller_of
 from .error_responses import OurRoute
 from .openapi import OPENAI_ERRORS, NewWave, answers, takes_json
-from .parameters import checked, json_object, large_body, service_of
+from .parameters import checked, json_object, large_body, service_of, whole_body
 from .result_responses import JSONL
 
 MAX_WAVE_BYTES = 128 << 20
@@ -170,3 +172,42 @@ def _check_adapters(request: Request, bodies: list[dict[str, Any]]) -> None:
     for body in bodies:
         if why := rules.native_refusal(body):
             raise ApiError(403, why[0], param=why[1], code="model_not_allowed")
+
+
+# The head of a fleet uses this server as one of its workers. The bodies are msgpack, see
+# :mod:`sglang_batch.fleet.messages`. They are no part of the documented API: head and workers
+# have the same version of this package.
+
+MSGPACK = "application/msgpack"
+# A call has up to a thousand lines.
+MAX_CALL_BYTES = 512 << 20
+
+worker_router = APIRouter(
+    route_class=OurRoute, prefix=WORKER_PATH, include_in_schema=False
+)
+
+
+def _answers(name: str) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        host, data = _host(request), await whole_body(request, MAX_CALL_BYTES)
+        try:
+            return Response(await host.call(name, data), media_type=MSGPACK)
+        except InputError as error:
+            raise ApiError(
+                400,
+                f"The body is no message of a head of this version: {error}. Install the "
+                "same version of sglang-batch everywhere.",
+            ) from None
+
+    return answer
+
+
+for _name in READ_CALL:
+    worker_router.add_api_route(f"/{_name}", _answers(_name), methods=["POST"])
+
+
+def _host(request: Request) -> WorkerHost:
+    host = service_of(request).worker
+    if host is None:
+        raise ApiError(503, "The engine is not ready yet.", code="not_ready")
+    return host

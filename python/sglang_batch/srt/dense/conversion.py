@@ -28,8 +28,7 @@ from sglang.srt.managers.schedule_batch import (
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch.nn.functional import normalize
 
-from ...batch_api.stop_rules.answer_watch import Cut
-from ...batch_api.stop_rules.rule_settings import FIELD, NO_RULES, StopRules
+from ...batch_api.stop_rules import FIELD, NO_RULES, Cut, StopRules
 from ...dense.admission import ByLength
 from ...dense.row_request import (
     DenseAnswer,

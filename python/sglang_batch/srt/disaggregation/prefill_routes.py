@@ -12,8 +12,8 @@ from sglang.srt.entrypoints import http_server
 
 from ...errors import ApiError, InputError
 from ...fleet.plan_bytes import plan_of
+from ...server.http.job_routes import MAX_CALL_BYTES
 from ...server.http.parameters import pieces_of
-from ...server.http.worker_routes import MAX_CALL_BYTES
 from ..calls.call_items import engine_of
 from ..engine.request_ids import set_rid
 from ..engine.responses import abort_reason

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from sglang.srt.entrypoints.openai.encoding_dsv32 import DS32EncodingError
 
 from ...batch_api.protocol import error_body
-from ...batch_api.stop_rules.answer_watch import REASON_KEY
+from ...batch_api.stop_rules import REASON_KEY
 from ...request import Cuts, RequestOutput, Usage, Work
 from ..compat.server_types import EngineAnswer, JsonObject, MetaInfo
 from .checks.body_checks import MESSAGES_URL, describe_validation_error

@@ -17,7 +17,7 @@ from sglang.srt.managers.tokenizer_manager_score_mixin import (
     TokenizerManagerScoreMixin,
 )
 
-from ...batch_api.stop_rules.rule_settings import StopRules
+from ...batch_api.stop_rules import StopRules
 from ..compat.server_types import EngineAnswer, EngineRequest, TokenizerManager
 from .checks.stop_rule_checks import add_rules
 from .endpoints import ServingCoroutine

@@ -27,14 +27,15 @@ from sglang.srt.managers.schedule_batch import (
 )
 from sglang.srt.sampling.sampling_params import get_request_reasoning_end_token_ids
 
-from ...batch_api.stop_rules.answer_watch import (
+from ...batch_api.stop_rules import (
+    FIELD,
     AnswerText,
     AnswerWatch,
     Cut,
+    RegexTooComplex,
+    StopRules,
     without_extra,
 )
-from ...batch_api.stop_rules.regex_rule import RegexTooComplex
-from ...batch_api.stop_rules.rule_settings import FIELD, StopRules
 from ..compat.scheduler_types import Req
 from ..compat.server_types import ModelConfig
 

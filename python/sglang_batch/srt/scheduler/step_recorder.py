@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from ...batch_api.stop_rules.rule_settings import RULES
+from ...batch_api.stop_rules import RULES
 from ...planner.costs.step_costs import StepSample
 from ...planner.requests import SIDES
 from ...scheduling.job_plan import StepCost

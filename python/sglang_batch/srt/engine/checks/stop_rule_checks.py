@@ -11,7 +11,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from ....batch_api.protocol import GENERATING_URLS
-from ....batch_api.stop_rules.rule_settings import FIELD, StopRules
+from ....batch_api.stop_rules import FIELD, StopRules
 from ....job.engine import GENERATE_URL
 from .value_checks import FieldError
 

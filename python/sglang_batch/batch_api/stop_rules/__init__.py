@@ -1,1 +1,0 @@
-"""Rules that end an answer where the rest of it is useless; pure, of any engine."""

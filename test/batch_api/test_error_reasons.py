@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from sglang_batch.batch_api import error_reasons
-from sglang_batch.batch_api.error_reasons import ErrorReasons, Reason
+from sglang_batch.batch_api import lines
+from sglang_batch.batch_api.lines import ErrorReasons, Reason
 
 
 def body(message: str, code: str | None = "too_long") -> bytes:
@@ -56,8 +56,8 @@ def test_any_answer_has_a_reason(answer: bytes, code: str, message: str) -> None
 def test_messages_that_are_all_unlike_take_bounded_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(error_reasons, "MAX_REASONS", 5)
-    monkeypatch.setattr(error_reasons, "MAX_STORED", 3)
+    monkeypatch.setattr(lines, "MAX_REASONS", 5)
+    monkeypatch.setattr(lines, "MAX_STORED", 3)
     names = [chr(ord("a") + i) * 3 for i in range(20)]
     reasons = reasons_of(*(body(name) for name in names), body("aaa"))
     assert reasons.reasons() == [

@@ -11,8 +11,8 @@ import pytest
 from builders import CHAT, make_body
 from route_server import Server, error_of
 
-from sglang_batch.server.http import batch_routes as batches_module
 from sglang_batch.server.http import idempotency
+from sglang_batch.server.http import openai_routes as batches_module
 from sglang_batch.server.http.idempotency import key_lock
 
 CREATE = {"input_file_id": "file-1", "endpoint": CHAT, "completion_window": "24h"}

@@ -132,7 +132,7 @@ def most_on_disk(server: Server, work: Any) -> int:
 def test_a_body_that_announces_too_much_is_refused_before_it_is_read(
     server: Server, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglang_batch.server.http.middleware.DRAIN_S", 0.01)
+    monkeypatch.setattr("sglang_batch.server.http.all_routes.DRAIN_S", 0.01)
 
     async def call() -> tuple[Call, dict[str, Any]]:
         made = Call(server, path, FORM | {"content-length": str(30 * MB)})
@@ -188,7 +188,7 @@ def test_reserved_space_is_refused_to_others_and_returned(server: Server) -> Non
 def test_a_slow_body_keeps_little_space_from_others(
     server: Server, path: str, begin: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglang_batch.server.http.middleware.DRAIN_S", 0.01)
+    monkeypatch.setattr("sglang_batch.server.http.all_routes.DRAIN_S", 0.01)
     call = Call(server, path, FORM | {"content-length": str(19 * MB)})
 
     async def begin_slowly() -> asyncio.Task[Any]:

@@ -12,7 +12,7 @@ from builders import ids_of, make_line, make_lines, parse_lines
 from openai.types import Batch
 from route_server import Server, error_of
 
-from sglang_batch.server.http import file_routes as files_module
+from sglang_batch.server.http import openai_routes as files_module
 from sglang_batch.server.http import result_responses as results_module
 
 

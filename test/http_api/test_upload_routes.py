@@ -16,7 +16,7 @@ from openai.types import Upload
 from openai.types.uploads import UploadPart
 from route_server import Server, error_of
 
-from sglang_batch.server.http import file_routes as uploads_module
+from sglang_batch.server.http import openai_routes as uploads_module
 from sglang_batch.store import incoming as store_module
 from sglang_batch.store.incoming import UploadStore
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..batch_api.error_reasons import line_error
 from ..batch_api.jsonl import read_lines
+from ..batch_api.lines import line_error
 from ..batch_api.protocol import COMPLETED, ENDPOINTS
 from ..errors import ConfigError, EngineError, ExitStatus, InputError, ServerError
 from ..inputs.job_input import DEFAULT_ENDPOINT, JobInput, input_sources

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..batch_api.error_reasons import line_error, without_details
+from ..batch_api.lines import line_error, without_details
 from ..batch_api.objects import dollars
 from ..batch_api.stop_rules import RULES
 from ..inputs.field_sample import FieldSaving

@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..batch_api import protocol as api
-from ..batch_api.error_reasons import ErrorReasons
 from ..batch_api.jsonl import BatchFile
-from ..batch_api.lines import ResultLine, unrun_line
+from ..batch_api.lines import ErrorReasons, ResultLine, unrun_line
 from ..errors import StoreWriteError
 from ..job.early_stop import GIVEN_UP, given_up_message
 from ..job.inflight_limit import InflightLimit

@@ -1,4 +1,4 @@
-"""``/v1/files`` and ``/v1/uploads``: files, sent in one body or in parts."""
+"""OpenAI's ``/v1/files``, ``/v1/uploads`` and ``/v1/batches``, and the costs of batches."""
 
 from __future__ import annotations
 
@@ -11,27 +11,38 @@ from fastapi.responses import JSONResponse, Response
 from openai.types import FileDeleted
 from openai.types.uploads import UploadPart
 
-from ...batch_api.objects import file_object, list_object, part_object, upload_object
-from ...batch_api.protocol import MAX_UPLOAD_BYTES
+from ...batch_api import protocol as api
+from ...batch_api.objects import (
+    batch_object,
+    file_object,
+    list_object,
+    part_object,
+    result_files,
+    upload_object,
+)
 from ...errors import ApiError
 from ...store.batch_store import OnMade, Row, now
 from ...store.incoming import CANCELLED, COMPLETED, PENDING, UploadStore
+from ..access.usage import cost_object, costs_by_label
 from ..service import BatchService, new_id
 from . import openapi as docs
 from . import parameters
 from .authorization import caller_of, owner_field
 from .error_responses import OurRoute
-from .idempotency import Keep, answer_once
+from .idempotency import REPEATED_WITHIN_S, Keep, answer_once, is_repeated
 from .parameters import received_form, too_large
-from .result_responses import BYTES, JSONL, file_response, results_so_far
+from .result_responses import BYTES, JSONL, batch_results, file_response, results_so_far
 
 KIND = "files"
 MAX_FILE_PAGE = 10_000
 
-router = APIRouter(route_class=OurRoute, responses=docs.OPENAI_ERRORS, tags=["Files"])
+file_router, upload_router, batch_router = (
+    APIRouter(route_class=OurRoute, responses=docs.OPENAI_ERRORS, tags=[tag])
+    for tag in ("Files", "Uploads", "Batches")
+)
 
 
-@router.post(
+@file_router.post(
     "/v1/files",
     response_model=docs.FileObject,
     openapi_extra=docs.takes_form(docs.NewFile),
@@ -68,7 +79,7 @@ async def create_file(request: Request) -> Response:
         return await answer_once(request, content.encode(), make, key)
 
 
-@router.get("/v1/files", response_model=docs.FilePage)
+@file_router.get("/v1/files", response_model=docs.FilePage)
 def list_files(
     request: Request,
     after: str | None = None,
@@ -90,10 +101,10 @@ def list_files(
         purpose=purpose or None,
         owner=owner,
     )
-    return JSONResponse(list_object([_shown(request, row) for row in rows], limit))
+    return JSONResponse(list_object([_shown_file(request, row) for row in rows], limit))
 
 
-@router.get("/v1/files/{file_id}", response_model=docs.FileObject)
+@file_router.get("/v1/files/{file_id}", response_model=docs.FileObject)
 def retrieve_file(request: Request, file_id: str) -> JSONResponse:
     """Get a file's name, size, purpose and times."""
     row = parameters.service_of(request).store.get_file(
@@ -101,10 +112,10 @@ def retrieve_file(request: Request, file_id: str) -> JSONResponse:
     )
     if row is None:
         raise no_such_file(file_id)
-    return JSONResponse(_shown(request, row))
+    return JSONResponse(_shown_file(request, row))
 
 
-@router.get(
+@file_router.get(
     "/v1/files/{file_id}/content",
     response_class=Response,
     responses=docs.answers(JSONL, BYTES, description="The file's bytes."),
@@ -125,7 +136,7 @@ def file_content(request: Request, file_id: str) -> Response:
     return response
 
 
-@router.delete("/v1/files/{file_id}", response_model=FileDeleted)
+@file_router.delete("/v1/files/{file_id}", response_model=FileDeleted)
 def delete_file(request: Request, file_id: str) -> JSONResponse:
     """Delete a file. A batch that is already running has its own copy of its input.
 
@@ -139,7 +150,7 @@ def delete_file(request: Request, file_id: str) -> JSONResponse:
     return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
 
-def _shown(request: Request, row: Row) -> dict[str, Any]:
+def _shown_file(request: Request, row: Row) -> dict[str, Any]:
     """A file as its owner sees it. An admin also sees whose it is."""
     return file_object(row) | owner_field(request, row)
 
@@ -150,10 +161,6 @@ def no_such_file(file_id: str, param: str = "id") -> ApiError:
 
 MAX_PART_BYTES = 64 << 20
 MAX_PARTS = 10_000
-
-upload_router = APIRouter(
-    route_class=OurRoute, responses=docs.OPENAI_ERRORS, tags=["Uploads"]
-)
 
 
 @upload_router.post(
@@ -187,7 +194,9 @@ async def create_upload(request: Request) -> Response:
 def _checked_fields(service: BatchService, body: dict[str, Any]) -> Row:
     """Check the body of a new upload and return the columns of its row."""
     num_bytes = body.get("bytes")
-    limit = min(MAX_UPLOAD_BYTES, service.config.max_file_bytes or MAX_UPLOAD_BYTES)
+    limit = min(
+        api.MAX_UPLOAD_BYTES, service.config.max_file_bytes or api.MAX_UPLOAD_BYTES
+    )
     if type(num_bytes) is int and num_bytes > limit:
         raise too_large(limit)
     new = parameters.checked(docs.NewUpload, body)
@@ -233,8 +242,8 @@ def _check_parts(service: BatchService, upload_id: str, num_bytes: int) -> None:
     """Check that an upload may have another part of this size, or raise 413."""
     parts = UploadStore(service.store).parts(upload_id).values()
     # More than the announced size is fine: a part may be sent twice and used once.
-    if sum(part["bytes"] for part in parts) + num_bytes > MAX_UPLOAD_BYTES:
-        raise too_large(MAX_UPLOAD_BYTES)
+    if sum(part["bytes"] for part in parts) + num_bytes > api.MAX_UPLOAD_BYTES:
+        raise too_large(api.MAX_UPLOAD_BYTES)
     if len(parts) >= MAX_PARTS:
         message = f"An upload has at most {MAX_PARTS} parts."
         raise ApiError(413, message, code="too_many_parts", retry=False)
@@ -358,3 +367,171 @@ def _not_pending(row: Row) -> ApiError:
         "be completed or cancelled."
     )
     return ApiError(409, message, retry=False)
+
+
+API = "openai"
+MAX_BATCH_PAGE = 100
+MAX_LINES = 1 << 62
+MAX_COST_DAYS = 366
+
+
+@batch_router.post(
+    "/v1/batches",
+    response_model=docs.BatchObject,
+    openapi_extra=docs.takes_json(docs.NewBatch),
+)
+async def create_batch(request: Request) -> Response:
+    """Start a batch over an uploaded file."""
+    body, content = await parameters.json_object(request)
+    new = parameters.checked(docs.NewBatch, body)
+    service, caller = parameters.service_of(request), caller_of(request)
+    file = service.store.get_file(new.input_file_id, caller.name)
+    # As at OpenAI, a file that does not exist fails the batch, not this call.
+    if file is not None and file["purpose"] != "batch":
+        message = (
+            f"File {file['id']} has purpose '{file['purpose']}'; "
+            "a batch needs a file uploaded with purpose 'batch'."
+        )
+        raise ApiError(400, message, param="input_file_id")
+
+    def make(keep: Keep) -> dict[str, Any]:
+        # A client that got no answer and calls again means the batch of its first call.
+        same_since = now() - REPEATED_WITHIN_S if is_repeated(request) else None
+        row = service.create_batch(
+            new.input_file_id,
+            new.endpoint,
+            new.completion_window,
+            new.metadata,
+            same_since=same_since,
+            on_made=lambda row: keep(_shown_batch(request, row)),
+            owner=caller.name,
+            allowance=caller.allowance,
+            priority=new.priority or 0,
+            enough=new.enough,
+            dedupe=new.dedupe,
+            output_expires_after=docs.seconds_of(new.output_expires_after),
+        )
+        return _shown_batch(request, row)
+
+    return await answer_once(request, content, make, body.get(parameters.BODY_KEY))
+
+
+@batch_router.get("/v1/batches", response_model=docs.BatchPage)
+def list_batches(
+    request: Request,
+    after: str | None = None,
+    limit: Annotated[int, *parameters.page_limit(MAX_BATCH_PAGE)] = 20,
+) -> JSONResponse:
+    """List batches, newest first, one page at a time."""
+    store, owner = parameters.service_of(request).store, caller_of(request).sees
+    place = store.place(after, API, owner) if after else None
+    if after and place is None:
+        raise _no_such_batch(after, "after")
+    rows = store.list_batches(after=place, limit=limit + 1, owner=owner, api=API)
+    return JSONResponse(
+        list_object([_shown_batch(request, row) for row in rows], limit)
+    )
+
+
+@batch_router.get("/v1/batches/{batch_id}", response_model=docs.BatchObject)
+def retrieve_batch(request: Request, batch_id: str) -> JSONResponse:
+    """Get a batch: its status, counts and files."""
+    return JSONResponse(_shown_batch(request, _batch_row(request, batch_id)))
+
+
+@batch_router.get(
+    "/v1/batches/{batch_id}/results",
+    response_class=Response,
+    responses=docs.answers(JSONL, description="A JSON line for each request."),
+)
+def results_of_batch(
+    request: Request,
+    batch_id: str,
+    after_line: Annotated[
+        int, *parameters.whole_number("after_line", 0, MAX_LINES, "Expected 0 or more.")
+    ] = 0,
+) -> Response:
+    """Read all finished lines, answers and errors, as JSON lines.
+
+    ``after_line`` skips that number of lines. Headers: ``X-Incomplete`` tells whether
+    there will be more lines, ``X-Last-Line`` is the number of lines so far, and
+    ``X-Line-Order`` is their order: ``completion`` while the batch runs, ``input`` once
+    it has ended. The order changes at the end, so clients that counted lines while the
+    batch ran must start again at 0.
+    """
+    row = _batch_row(request, batch_id)
+    return batch_results(parameters.service_of(request).store, row, after_line)
+
+
+@batch_router.post("/v1/batches/{batch_id}/cancel", response_model=docs.BatchObject)
+def cancel_batch(request: Request, batch_id: str) -> JSONResponse:
+    """Cancel a batch. Lines that are already answered are kept."""
+    _batch_row(request, batch_id)
+    row = parameters.service_of(request).cancel_batch(batch_id)
+    if row is None:
+        raise _no_such_batch(batch_id)
+    if row["status"] not in (api.CANCELLING, api.CANCELLED):
+        message = f"Cannot cancel a batch with status '{row['status']}'."
+        raise ApiError(409, message, retry=False)
+    return JSONResponse(_shown_batch(request, row))
+
+
+def _shown_batch(request: Request, row: Row) -> dict[str, Any]:
+    """A batch as its owner sees it. An admin also sees whose it is."""
+    price = parameters.service_of(request).config.dollars_per_hour
+    return batch_object(row, price) | owner_field(request, row)
+
+
+@batch_router.get("/offline_batch/costs", response_model=docs.CostList)
+def list_costs(
+    request: Request,
+    label: str,
+    days: Annotated[int, *parameters.whole_number("days", 1, MAX_COST_DAYS)] = 30,
+) -> JSONResponse:
+    """List the costs of the batches of the last days, by a key of their metadata.
+
+    ``label`` is the key, such as ``project``. Batches without it are those of null. A client sees
+    the costs of its own batches, an admin those of all.
+    """
+    service = parameters.service_of(request)
+    since = now() - days * 86_400
+    rows = costs_by_label(service.store, label, since, caller_of(request).sees)
+    price = service.config.dollars_per_hour
+    data = [cost_object(row, price) for row in rows]
+    return JSONResponse({"object": "list", "label": label, "data": data})
+
+
+@batch_router.delete("/v1/batches/{batch_id}", response_model=docs.BatchDeleted)
+def delete_batch(request: Request, batch_id: str) -> JSONResponse:
+    """Delete a batch that has ended, with its result files. Its input file is kept.
+
+    A repeated call has the same answer.
+    """
+    store, owner = parameters.service_of(request).store, caller_of(request).sees
+    was_deleted = store.was_deleted(batch_id, API, owner)
+    row = None if was_deleted else _batch_row(request, batch_id)
+    if (
+        row is not None
+        and not store.delete_batch(batch_id, api.ENDED_STATUSES, result_files(row))
+        and not store.was_deleted(batch_id, API, owner)  # by another call
+    ):
+        message = (
+            f"Cannot delete a batch with status '{row['status']}'. Cancel it, and "
+            "delete it when it has ended."
+        )
+        raise ApiError(409, message, retry=False)
+    return JSONResponse({"id": batch_id, "object": "batch", "deleted": True})
+
+
+def _batch_row(request: Request, batch_id: str) -> dict[str, Any]:
+    """The caller's batch with this id, unless it belongs to another API."""
+    row = parameters.service_of(request).store.get_batch(
+        batch_id, caller_of(request).sees
+    )
+    if row is None or row["api"] != API:
+        raise _no_such_batch(batch_id)
+    return row
+
+
+def _no_such_batch(batch_id: str, param: str = "id") -> ApiError:
+    return ApiError(404, f"No batch found with id '{batch_id}'.", param=param)

@@ -19,10 +19,9 @@ from openai.types import Batch
 from starlette.datastructures import State
 
 from sglang_batch.server import runner as runner_module
-from sglang_batch.server.access.access_control import AccessControl
 from sglang_batch.server.access.keys import ANYBODY, FixedKeys, Role, caller_of, digest
 from sglang_batch.server.http.all_routes import install
-from sglang_batch.server.http.authorization import KeyMiddleware
+from sglang_batch.server.http.authorization import AccessControl, KeyMiddleware
 from sglang_batch.server.service import BatchService
 
 ENDED = ("completed", "failed", "cancelled", "expired")

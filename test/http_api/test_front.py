@@ -23,10 +23,9 @@ from threaded_apps import ThreadedApp, threaded
 
 from sglang_batch.fleet.fleet_engine import FleetEngine
 from sglang_batch.fleet.http_fleet import HttpPlace
-from sglang_batch.server.access.access_control import AccessControl
 from sglang_batch.server.access.usage import usage_since
 from sglang_batch.server.http.all_routes import install
-from sglang_batch.server.http.authorization import KeyMiddleware
+from sglang_batch.server.http.authorization import AccessControl, KeyMiddleware
 from sglang_batch.server.http.front_server import OnlineCalls, front_app
 from sglang_batch.server.service import BatchService
 

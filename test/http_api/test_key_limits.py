@@ -19,8 +19,9 @@ from route_server import Server, error_of, serving
 
 from sglang_batch.errors import ApiError
 from sglang_batch.job.engine import WAVE_PATH
-from sglang_batch.server.access import access_control, usage
+from sglang_batch.server.access import usage
 from sglang_batch.server.access.keys import Allowance, ModelRules
+from sglang_batch.server.http import authorization
 from sglang_batch.server.http.authorization import KeyMiddleware
 from sglang_batch.store.batch_store import BatchStore
 
@@ -345,7 +346,7 @@ def test_tokens_count_while_they_are_being_written(
         seen.append(keyed.access.used_today(name)["tokens"])
         usage.add_usage(store, name, **counts)
 
-    monkeypatch.setattr(access_control, "add_usage", write)
+    monkeypatch.setattr(authorization, "add_usage", write)
     for _ in range(2):
         keyed.access.count("ann", Counter(calls=1, input_tokens=5, output_tokens=3))
         keyed.access.write()

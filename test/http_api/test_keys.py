@@ -13,10 +13,9 @@ from fastapi.testclient import TestClient
 from keyed_server import KEYS, KEYS_PATH, add, call, start
 from route_server import Server, error_of, fixed_keys, serving
 
-from sglang_batch.server.access.access_control import AccessControl
 from sglang_batch.server.access.keys import ANYBODY, Caller, Role
 from sglang_batch.server.http.all_routes import make_router
-from sglang_batch.server.http.authorization import KeyMiddleware, role_of
+from sglang_batch.server.http.authorization import AccessControl, KeyMiddleware, role_of
 from sglang_batch.server.http.calls import known_routes
 from sglang_batch.store.batch_store import BatchStore
 

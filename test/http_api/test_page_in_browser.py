@@ -22,7 +22,6 @@ from fastapi import FastAPI
 
 from sglang_batch.fleet.fleet_worker import WorkerState
 from sglang_batch.server import runner as runner_module
-from sglang_batch.server.access.access_control import AccessControl
 from sglang_batch.server.access.keys import (
     ANYBODY,
     Role,
@@ -32,7 +31,7 @@ from sglang_batch.server.access.keys import (
 )
 from sglang_batch.server.access.usage import add_usage
 from sglang_batch.server.http.all_routes import install
-from sglang_batch.server.http.authorization import KeyMiddleware
+from sglang_batch.server.http.authorization import AccessControl, KeyMiddleware
 from sglang_batch.server.service import BatchService
 
 CHROMIUM = find_chromium()

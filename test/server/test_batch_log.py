@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from sglang_batch.batch_api.objects import batch_object
-from sglang_batch.server.batch_log import (
+from sglang_batch.server.progress import (
     ProgressLog,
+    Rate,
     batch_changed,
     batch_progress,
     cached_percent,
     duration,
 )
-from sglang_batch.server.history import Rate
 
 
 def make_row(**fields: Any) -> dict[str, Any]:

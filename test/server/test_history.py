@@ -11,8 +11,8 @@ from builders import run
 from fake_engine import FakeEngine
 
 from sglang_batch.job.engine import KvUse
-from sglang_batch.server import history as history_module
-from sglang_batch.server.history import NUM_POINTS, SAMPLE_S, WINDOW_S, History, Rate
+from sglang_batch.server import progress as history_module
+from sglang_batch.server.progress import NUM_POINTS, SAMPLE_S, WINDOW_S, History, Rate
 from sglang_batch.store.batch_store import BatchStore
 
 KV = KvUse(running=3, left=400, right=100, online=20, shared=80, capacity=1000)

@@ -12,9 +12,9 @@ import pytest
 from builders import run
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_batch.server.access.access_control import AccessControl, current_caller
 from sglang_batch.server.access.keys import Allowance, Caller, Role, caller_of
 from sglang_batch.server.access.usage import check_limits
+from sglang_batch.server.http.authorization import AccessControl, current_caller
 from sglang_batch.srt.engine.request_ids import set_rid
 from sglang_batch.srt.plugin.client_keys import count_online_usage
 

@@ -49,8 +49,8 @@ from ..store.files import atomic_write
 from ..store.result_log import ResultLog
 from .access.keys import find_allowance
 from .background import Repeated, in_thread
-from .batch_log import batch_changed
 from .bills import Bill
+from .progress import batch_changed
 from .result_saver import Pauses, ResultSaver, finish
 
 

@@ -28,7 +28,7 @@ from ..store.files import atomic_write
 from ..store.result_log import ResultLog, finished_lines
 from .access.usage import add_usage
 from .background import in_thread
-from .batch_log import batch_changed
+from .progress import batch_changed
 
 logger = logging.getLogger(__name__)
 

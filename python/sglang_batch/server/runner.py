@@ -27,10 +27,9 @@ from ..request import parse_request_id
 from ..store.batch_store import BatchStore, Row, now
 from ..store.files import FileLock
 from .access.usage import tokens_used_up
-from .batch_log import ProgressLog
 from .batch_run import BatchRun, RunnerHooks
 from .bills import Bills
-from .history import Rate
+from .progress import ProgressLog, Rate
 from .result_saver import is_write_error
 from .retention import Collector
 

@@ -51,8 +51,7 @@ from ..store.incoming import Room
 from .access.keys import UNLIMITED, Allowance
 from .access.usage import add_usage, check_limits, used_today
 from .background import as_they_come
-from .batch_log import batch_changed
-from .history import History
+from .progress import History, batch_changed
 from .runner import BatchRunner
 
 

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from ...batch_api import protocol as api
 from ...batch_api.objects import computed_usage
 from ...errors import ConfigError, ServerError, SGLangBatchError
-from ...server.batch_log import cached_percent, duration
+from ...server.progress import cached_percent, duration
 
 _TIMEOUT = httpx.Timeout(60.0, connect=5.0)
 _UPLOAD_TIMEOUT = httpx.Timeout(600.0, connect=5.0)

@@ -25,8 +25,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...errors import ApiError
 from . import job_routes, key_routes, message_batch_routes, openai_routes, page_routes
-from .calls import config_of, path_of, without_header
-from .error_responses import answer_unknown, error_at, is_anthropic
+from .calls import (
+    answer_unknown,
+    config_of,
+    error_at,
+    is_anthropic,
+    path_of,
+    without_header,
+)
 
 ROUTERS = (
     openai_routes.file_router,

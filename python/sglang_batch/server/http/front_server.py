@@ -36,13 +36,19 @@ from ...job.engine import GENERATE_URL
 from ...job.job_planner import compile_planner
 from ...store.batch_store import BatchStore
 from ...store.files import next_epoch
-from ..access.access_control import AccessControl
 from ..access.keys import Caller, FixedKeys, given_keys
 from ..metrics import published
 from ..service import BatchService
 from .all_routes import install
-from .authorization import METRICS, ONLINE, KeyMiddleware, access_of, caller_of
-from .error_responses import OurRoute
+from .authorization import (
+    METRICS,
+    ONLINE,
+    AccessControl,
+    KeyMiddleware,
+    access_of,
+    caller_of,
+)
+from .calls import OurRoute
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from ...request import BatchRequestInput, json_line
 from ...rollout.rollout_call import ID_HEADER, ROLLOUTS_PATH, RolloutCall, parse_call
 from ..service import new_id
 from .authorization import caller_of
-from .error_responses import OurRoute
+from .calls import OurRoute
 from .openapi import OPENAI_ERRORS, NewWave, answers, takes_json
 from .parameters import checked, json_object, large_body, service_of, whole_body
 from .result_responses import JSONL

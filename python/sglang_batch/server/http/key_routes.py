@@ -19,7 +19,7 @@ from ..service import BatchService
 from . import openapi as docs
 from . import parameters
 from .authorization import access_of, caller_of, check_admin_key
-from .error_responses import OurRoute
+from .calls import OurRoute
 
 MAX_DAYS = 366
 # Fields of the API by those of an allowance.

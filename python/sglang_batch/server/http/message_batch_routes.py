@@ -32,7 +32,7 @@ from ..batch_run import model_check
 from ..service import BatchService
 from . import openapi as docs
 from .authorization import caller_of, owner_field
-from .error_responses import OurRoute
+from .calls import OurRoute
 from .idempotency import REPEATED_WITHIN_S, Keep, answer_once, is_repeated
 from .parameters import (
     base_url,

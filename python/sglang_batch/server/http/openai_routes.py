@@ -28,7 +28,7 @@ from ..service import BatchService, new_id
 from . import openapi as docs
 from . import parameters
 from .authorization import caller_of, owner_field
-from .error_responses import OurRoute
+from .calls import OurRoute
 from .idempotency import REPEATED_WITHIN_S, Keep, answer_once, is_repeated
 from .parameters import received_form, too_large
 from .result_responses import BYTES, JSONL, batch_results, file_response, results_so_far

@@ -29,10 +29,9 @@ from ...job.engine import MAX_TREE_NODES
 from ...store.batch_store import BatchStore, Row
 from ..access.keys import Caller, Role, find_allowance
 from ..access.usage import COUNTS, day_of, usage_object, usage_since
-from ..history import Rate
+from ..progress import Rate
 from .authorization import caller_of
-from .calls import path_of
-from .error_responses import OurRoute
+from .calls import OurRoute, path_of
 from .openapi import OPENAI_ERRORS, EngineTable, RunningTree
 from .parameters import invalid, service_of, whole_number
 

@@ -16,8 +16,8 @@ from sglang.srt.runtime_context import get_context, get_serving
 from ...config import OfflineBatchConfig
 from ...errors import ApiError, ConfigError
 from ...server.access import keys
-from ...server.access.access_control import AccessControl, current_caller
 from ...server.access.keys import ANYBODY, Role, digest, given_keys, read_api_keys
+from ...server.http.authorization import AccessControl, current_caller
 from ...store.batch_store import BatchStore
 from ..compat.server_types import EngineRequest, TokenizerManager
 from ..engine.request_ids import has_our_id

@@ -18,9 +18,8 @@ from sglang.srt.managers.multi_tokenizer_mixin import get_main_process_id
 from ...errors import SGLangBatchError
 from ...job.answer_cache import ModelAnswers
 from ...job.job_planner import compile_planner
-from ...server.access.access_control import AccessControl
 from ...server.http.all_routes import install
-from ...server.http.authorization import KeyMiddleware
+from ...server.http.authorization import AccessControl, KeyMiddleware
 from ...server.metrics import published
 from ...server.service import BatchService
 from ...store.batch_store import BatchStore

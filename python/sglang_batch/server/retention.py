@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import shutil
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -14,7 +12,6 @@ from pathlib import Path
 from ..batch_api import protocol as api
 from ..config import OfflineBatchConfig
 from ..store.batch_store import BatchStore
-from ..store.batch_store import now as unix_now
 from ..store.incoming import PENDING, UploadStore
 
 logger = logging.getLogger(__name__)
@@ -46,36 +43,6 @@ class Collected:
 
     def __bool__(self) -> bool:
         return any(asdict(self).values())
-
-
-class Collector:
-    """Removes expired and orphaned data of a store regularly, in a thread."""
-
-    def __init__(self, store: BatchStore, config: OfflineBatchConfig) -> None:
-        self._store = store
-        self._config = config
-        self._started_at = 0.0
-        self._work: asyncio.Task[Collected] | None = None
-
-    def tick(self) -> None:
-        """Collect unless the last time was less than ``COLLECT_EVERY_S`` ago."""
-        if time.monotonic() - self._started_at <= COLLECT_EVERY_S:
-            return
-        self._started_at = time.monotonic()
-        if self._work is None or self._work.done():
-            work = asyncio.to_thread(collect, self._store, self._config, unix_now())
-            self._work = asyncio.create_task(work)
-            self._work.add_done_callback(_report)
-
-    async def stop(self) -> None:
-        """Wait for a collection in progress."""
-        if self._work is not None:
-            await asyncio.wait({self._work})
-
-
-def _report(work: asyncio.Task[Collected]) -> None:
-    if not work.cancelled() and work.exception() is not None:
-        logger.error("Old files could not be removed", exc_info=work.exception())
 
 
 def collect(store: BatchStore, config: OfflineBatchConfig, now: int) -> Collected:

@@ -27,11 +27,12 @@ from ..request import parse_request_id
 from ..store.batch_store import BatchStore, Row, now
 from ..store.files import FileLock
 from .access.usage import tokens_used_up
+from .background import Repeated, in_thread
 from .batch_run import BatchRun, RunnerHooks
 from .bills import Bills
 from .progress import ProgressLog, Rate
 from .result_saver import is_write_error
-from .retention import Collector
+from .retention import COLLECT_EVERY_S, collect
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,9 @@ class BatchRunner:
         # How often each batch failed through an error of the server, without progress,
         # and the results that it had then.
         self._failures: dict[str, tuple[int, int]] = {}
-        self._collector = Collector(self.store, self.config)
+        self._collecting = Repeated(
+            self._collect, COLLECT_EVERY_S, "Removing old files"
+        )
         self._urgent: set[str] = set()
         self._num_retries = 0
         self._polling: asyncio.Task[None] | None = None
@@ -111,6 +114,7 @@ class BatchRunner:
             )
         self._loop = asyncio.get_running_loop()
         self._polling = asyncio.create_task(self._poll())
+        self._collecting.start()
 
     def wake(self) -> None:
         """Have the runner look now, not at its next poll. Any thread may call it."""
@@ -119,7 +123,7 @@ class BatchRunner:
 
     async def stop(self) -> None:
         """Stop running. The next server runs aborted requests again."""
-        await self._collector.stop()
+        await self._collecting.stop()
         tasks = [task for task in (self._polling, *self._tasks.values()) if task]
         for task in tasks:
             task.cancel()
@@ -160,6 +164,10 @@ class BatchRunner:
                 async with asyncio.timeout(POLL_S):
                     await self._woken.wait()
 
+    async def _collect(self) -> None:
+        if self._lock.acquire(self.server_name) is None:
+            await in_thread(collect, self.store, self.config, now())
+
     async def _look_around(self) -> None:
         rows = self.store.batches_in(api.ACTIVE_STATUSES)
         closing = self.closing()
@@ -178,7 +186,6 @@ class BatchRunner:
             if row["status"] == api.IN_PROGRESS:
                 self._progress.tick(row, self.rate_of(row["id"]))
         await self._bills.settle()
-        self._collector.tick()
 
     def _begin(self, batch_id: str) -> None:
         run = BatchRun(

@@ -187,26 +187,13 @@ async def with_checked_model(
         )
     if template not in ONLINE:
         return receive
-    received = await _received(receive)
-    body = b"".join(message.get("body", b"") for message in received)
-    if why := rules.body_refusal(template, body):
-        raise _refused(*why)
-
-    async def replay() -> Message:
-        return received.pop(0) if received else await receive()
-
-    return replay
-
-
-async def _received(receive: Receive) -> list[Message]:
-    """The messages with the whole body, or until the client left."""
     received: list[Message] = []
-    size, more = 0, True
-    while more:
+    body, more = bytearray(), True
+    while more:  # or until the client left
         message = await receive()
         received.append(message)
-        size += len(message.get("body", b""))
-        if size > MAX_BODY_BYTES:
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY_BYTES:
             raise ApiError(
                 413,
                 f"The body has more than {MAX_BODY_BYTES} bytes, the most for an API key "
@@ -215,7 +202,13 @@ async def _received(receive: Receive) -> list[Message]:
                 retry=False,
             )
         more = message["type"] == "http.request" and message.get("more_body", False)
-    return received
+    if why := rules.body_refusal(template, bytes(body)):
+        raise _refused(*why)
+
+    async def replay() -> Message:
+        return received.pop(0) if received else await receive()
+
+    return replay
 
 
 def _refused(message: str, param: str | None = None) -> ApiError:

@@ -18,43 +18,40 @@ def next_power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def check_dtype(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> None:
-    """Raise a ValueError unless the tensor has one of the allowed dtypes."""
-    if tensor.dtype not in allowed:
-        names = ", ".join(str(dtype) for dtype in allowed)
-        raise ValueError(f"{name} is {tensor.dtype}; convert it to {names}")
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    num_rows: int = 0,
+) -> None:
+    """Check a tensor whose last dimension has to be contiguous.
 
+    Args:
+        shape: None matches any size.
+        num_rows: the least size of the first dimension.
 
-def check_shape(name: str, tensor: torch.Tensor, *shape: int | None) -> None:
-    """Raise a ValueError unless the shape matches. None matches any size."""
+    Raises:
+        ValueError: the tensor has another shape, dtype, stride or device.
+    """
     sizes = tuple(tensor.shape)
-    if len(sizes) != len(shape) or any(
-        want is not None and want != size
-        for want, size in zip(shape, sizes, strict=True)
-    ):
+    matches = len(sizes) == len(shape) and all(
+        want in (None, size) for want, size in zip(shape, sizes, strict=True)
+    )
+    if not matches:
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
         raise ValueError(f"{name} has shape {list(sizes)}; expected [{wanted}]")
-
-
-def check_rows(name: str, tensor: torch.Tensor, num_rows: int) -> None:
-    """Raise a ValueError if the first dimension holds fewer than ``num_rows``."""
-    if tensor.shape[0] < num_rows:
-        raise ValueError(
-            f"{name} has {tensor.shape[0]} rows; this batch needs {num_rows}"
-        )
-
-
-def check_last_stride(name: str, tensor: torch.Tensor) -> None:
-    """Raise a ValueError unless the last dimension is contiguous."""
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if sizes[0] < num_rows:
+        raise ValueError(f"{name} has {sizes[0]} rows; this batch needs {num_rows}")
+    if tensor.dtype not in dtypes:
+        names = ", ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(f"{name} is {tensor.dtype}; convert it to {names}")
+    if sizes[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
             f"{name} has stride {tensor.stride(-1)} in its last dimension; "
             "pass it with a contiguous last dimension"
         )
-
-
-def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Raise a ValueError unless the tensor is on the given device."""
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}; move it to {device}")
 

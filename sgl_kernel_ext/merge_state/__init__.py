@@ -12,12 +12,8 @@ import torch
 from sgl_kernel_ext.merge_state.merge_state_kernel import merge_parts_kernel
 from sgl_kernel_ext.utils import (
     FLOAT_DTYPES,
-    check_device,
-    check_dtype,
-    check_last_stride,
-    check_rows,
     check_runnable,
-    check_shape,
+    check_tensor,
     next_power_of_two,
 )
 
@@ -59,27 +55,19 @@ def merge_parts(
     Raises:
         ValueError: for a wrong shape, dtype, stride or device.
     """
-    check_shape("o_parts", o_parts, None, None, None)
+    for name, parts in (("o_parts", o_parts), ("lse_parts", lse_parts)):
+        if not parts.is_contiguous():
+            raise ValueError(f"{name} is not contiguous; pass a contiguous tensor")
+    device, float32, int32 = o_parts.device, (torch.float32,), (torch.int32,)
+    check_tensor("o_parts", o_parts, (None, None, None), float32, device)
     num_parts, num_heads, head_dim = o_parts.shape
-    check_dtype("o_parts", o_parts, torch.float32)
-    if not o_parts.is_contiguous():
-        raise ValueError("o_parts is not contiguous; pass a contiguous tensor")
-    check_shape("lse_parts", lse_parts, num_parts, num_heads)
-    check_dtype("lse_parts", lse_parts, torch.float32)
-    check_device("lse_parts", lse_parts, o_parts.device)
-    if not lse_parts.is_contiguous():
-        raise ValueError("lse_parts is not contiguous; pass a contiguous tensor")
-    for name, index in (("indptr", indptr), ("rows", rows), ("num_tokens", num_tokens)):
-        check_dtype(name, index, torch.int32)
-        check_shape(name, index, None)
-    check_rows("indptr", indptr, rows.shape[0] + 1)
-    check_shape("out", out, None, num_heads, head_dim)
-    check_dtype("out", out, *FLOAT_DTYPES)
-    check_last_stride("out", out)
+    check_tensor("lse_parts", lse_parts, (num_parts, num_heads), float32, device)
+    check_tensor("rows", rows, (None,), int32, device)
+    check_tensor("indptr", indptr, (None,), int32, device, len(rows) + 1)
+    check_tensor("num_tokens", num_tokens, (None,), int32, device)
+    check_tensor("out", out, (None, num_heads, head_dim), FLOAT_DTYPES, device)
     if lse is not None:
-        check_shape("lse", lse, out.shape[0], num_heads)
-        check_dtype("lse", lse, torch.float32)
-        check_last_stride("lse", lse)
+        check_tensor("lse", lse, (out.shape[0], num_heads), float32, device)
     check_runnable(merge_parts_kernel, out.device, "merge_parts_ref")
     block_d = next_power_of_two(head_dim)
     fitting = max(1, BLOCK_VALUES // (block_d * BLOCK_PARTS))

@@ -13,12 +13,8 @@ from sgl_kernel_ext.shared_prefix_attention.shared_prefix_kernel import (
 )
 from sgl_kernel_ext.utils import (
     FLOAT_DTYPES,
-    check_device,
-    check_dtype,
-    check_last_stride,
-    check_rows,
     check_runnable,
-    check_shape,
+    check_tensor,
     next_power_of_two,
 )
 
@@ -162,36 +158,22 @@ def check_run(
             f"k_cache has head_dim {k_cache.shape[-1]}, v_cache {v_cache.shape[-1]}; "
             "different head dims are not supported: run them on another kernel"
         )
-    check_shape("k_cache", k_cache, None, num_kv_heads, head_dim)
-    check_shape("v_cache", v_cache, k_cache.shape[0], num_kv_heads, head_dim)
-    for name, queries in (("q", q), ("out", out)):
-        check_shape(name, queries, None, planner.num_q_heads, head_dim)
-        check_rows(name, queries, plan.num_tokens)
-    for name, value in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        check_dtype(name, value, planner.dtype)
-        check_last_stride(name, value)
-        check_device(name, value, device)
-    check_dtype("out", out, *FLOAT_DTYPES)
-    check_last_stride("out", out)
-    check_device("out", out, device)
-    check_shape("table", table, None, None)
-    check_dtype("table", table, torch.int32)
-    check_last_stride("table", table)
-    check_device("table", table, device)
-    check_rows("table", table, plan.max_table_row + 1)
+    own, int32 = (planner.dtype,), (torch.int32,)
+    cache = num_kv_heads, head_dim
+    check_tensor("k_cache", k_cache, (None, *cache), own, device)
+    check_tensor("v_cache", v_cache, (k_cache.shape[0], *cache), own, device)
+    queries = None, planner.num_q_heads, head_dim
+    check_tensor("q", q, queries, own, device, plan.num_tokens)
+    check_tensor("out", out, queries, FLOAT_DTYPES, device, plan.num_tokens)
+    rows = plan.max_table_row + 1
+    check_tensor("table", table, (None, None), int32, device, rows)
     if table.shape[1] * planner.page_size < plan.max_kv_len:
         raise ValueError(
             f"table has {table.shape[1]} pages of {planner.page_size} tokens per row; a "
             f"request has {plan.max_kv_len} tokens"
         )
-    check_shape("kv_len", kv_len, None)
-    check_dtype("kv_len", kv_len, torch.int32, torch.int64)
-    check_device("kv_len", kv_len, device)
-    check_rows("kv_len", kv_len, plan.num_requests)
-    check_last_stride("kv_len", kv_len)
+    lengths = torch.int32, torch.int64
+    check_tensor("kv_len", kv_len, (None,), lengths, device, plan.num_requests)
     if lse is not None:
-        check_shape("lse", lse, None, planner.num_q_heads)
-        check_rows("lse", lse, plan.num_tokens)
-        check_dtype("lse", lse, torch.float32)
-        check_last_stride("lse", lse)
-        check_device("lse", lse, device)
+        shape, float32 = (None, planner.num_q_heads), (torch.float32,)
+        check_tensor("lse", lse, shape, float32, device, plan.num_tokens)

@@ -118,12 +118,9 @@ def unpickle(data: bytes) -> None:
     from sglang.srt.managers import scheduler
     from sglang.srt.plugins import load_plugins
 
-    from sglang_batch.srt.compat.offline_hooks import (
-        MAIN_PROCESS_HOOKS,
-        check_hooks_took,
-    )
+    from sglang_batch.srt.compat.offline_hooks import check_hooks_took
 
     load_plugins()
-    check_hooks_took(MAIN_PROCESS_HOOKS)
+    check_hooks_took()
     assert scheduler.Scheduler.__module__ == "sglang.srt.managers.scheduler"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -189,7 +189,6 @@ PROGRAMS = {
     "hook gone": (
         f"{OFFLINE}import sglang_batch.srt.compat.offline_hooks as hooks; "
         "hooks.SERVER_HOOK = 'sglang.srt.entrypoints.http_server.gone'; "
-        "hooks.MAIN_PROCESS_HOOKS = (hooks.SERVER_HOOK, *hooks.MAIN_PROCESS_HOOKS); "
         f"{LAUNCH}"
     ),
     "bad settings": (

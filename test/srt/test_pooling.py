@@ -41,50 +41,49 @@ def checkpoint(
 
 
 def test_the_real_checkpoint_says_mean() -> None:
-    assert pooling.sentence_transformers_pooling(get_model_path()) == "mean"
+    assert pooling.declares_mean(get_model_path())
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"pooling_mode_mean_tokens": True}, "mean"),
-        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
-        ({"pooling_mode_lasttoken": True}, "lasttoken"),
-        ({"pooling_mode": "mean"}, "mean"),
-        ({"pooling_mode": ["mean"]}, "mean"),
-        ({"pooling_mode": ["cls", "mean"]}, None),
-        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, None),
-        ({"pooling_mode_max_tokens": True}, None),
-        ({"pooling_mode_mean_sqrt_len_tokens": True}, None),
-        ({"pooling_mode_mean_tokens": True, "include_prompt": False}, None),
-        ({}, None),
-        (None, None),
+        ({"pooling_mode_mean_tokens": True}, True),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, False),
+        ({"pooling_mode_lasttoken": True}, False),
+        ({"pooling_mode": "mean"}, True),
+        ({"pooling_mode": ["mean"]}, True),
+        ({"pooling_mode": ["cls", "mean"]}, False),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, False),
+        ({"pooling_mode_max_tokens": True}, False),
+        ({"pooling_mode_mean_sqrt_len_tokens": True}, False),
+        ({"pooling_mode": "unknown"}, False),
+        ({}, True),  # the default of sentence-transformers
+        (None, False),
     ],
 )
 def test_pooling_modes(
-    tmp_path: Path, config: dict[str, Any] | None, expected: str | None
+    tmp_path: Path, config: dict[str, Any] | None, expected: bool
 ) -> None:
-    path = checkpoint(tmp_path, config)
-    assert pooling.sentence_transformers_pooling(path) == expected
+    assert pooling.declares_mean(checkpoint(tmp_path, config)) == expected
 
 
 @pytest.mark.parametrize(
     ("modules", "expected"),
     [
-        ([ST + "Transformer", ST + "Pooling"], "mean"),
-        ([ST + "Transformer", ST + "Pooling", ST + "Normalize"], "mean"),
-        ([ST + "Transformer", ST + "Pooling", ST + "Dense"], None),
-        ([ST + "Transformer"], None),
+        ([ST + "Transformer", ST + "Pooling"], True),
+        ([ST + "Transformer", ST + "Pooling", ST + "Normalize"], True),
+        ([ST + "Transformer", ST + "Pooling", ST + "Dense"], False),
+        ([ST + "Transformer"], False),
     ],
 )
-def test_modules(tmp_path: Path, modules: list[str], expected: str | None) -> None:
+def test_modules(tmp_path: Path, modules: list[str], expected: bool) -> None:
     path = checkpoint(tmp_path, {"pooling_mode_mean_tokens": True}, modules)
-    assert pooling.sentence_transformers_pooling(path) == expected
+    assert pooling.declares_mean(path) == expected
 
 
 def test_a_broken_file_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text("{")
-    assert pooling.sentence_transformers_pooling(tmp_path) is None
+    assert not pooling.declares_mean(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -13,15 +13,7 @@ from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_batch.errors import UnsupportedSGLang
-from sglang_batch.srt.compat.offline_hooks import (
-    DP_CONTROLLER_HOOK,
-    MAIN_PROCESS_HOOKS,
-    PENALTY_HOOK,
-    PREALLOC_QUEUE_HOOK,
-    SCHEDULER_PROCESS_HOOKS,
-    TRANSFER_QUEUE_HOOK,
-    TRIM_HOOK,
-)
+from sglang_batch.srt.compat import offline_hooks
 from sglang_batch.srt.compat.private_api import (
     PRIVATE_API,
     check_private_api,
@@ -35,14 +27,12 @@ def test_installed_sglang_is_as_we_expect() -> None:
 
 def test_the_page_names_each_hook() -> None:
     page = (Path(__file__).parents[2] / "docs" / "sglang.md").read_text()
-    in_some_processes = (
-        PENALTY_HOOK,
-        TRIM_HOOK,
-        DP_CONTROLLER_HOOK,
-        PREALLOC_QUEUE_HOOK,
-        TRANSFER_QUEUE_HOOK,
-    )
-    for target in (*MAIN_PROCESS_HOOKS, *SCHEDULER_PROCESS_HOOKS, *in_some_processes):
+    found = {
+        n: v for n, v in vars(offline_hooks).items() if n.endswith(("HOOK", "HOOKS"))
+    }
+    targets = [t for v in found.values() for t in ([v] if isinstance(v, str) else v)]
+    assert len(targets) > 25
+    for target in targets:
         name = target.rpartition(".")[2]
         assert f"{name}`" in page, target
 

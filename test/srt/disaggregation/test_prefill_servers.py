@@ -449,7 +449,7 @@ def test_a_lost_prefill_server_costs_a_line_no_attempt_but_not_for_ever(
                 "attn_dp_size": 2,
             },
             {},
-            "--attn-dp-size does not work .* --disaggregation-mode decode",
+            "--attn-dp-size 2 does not work .* --disaggregation-mode decode",
         ),
     ],
 )

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import (
-    AttentionBackend as StockBackend,
-)
-from sglang.srt.layers.attention.base_attn_backend import (
+    AttentionBackend,
     SharedReadEnds,
 )
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.runner_utils.capture_mode import (
     get_capture_attention_variant,
 )
@@ -32,17 +31,12 @@ from sgl_kernel_ext import shared_prefix_attention as kernels
 from sgl_kernel_ext.shared_prefix_attention import AttentionPlanner
 
 from ...errors import ConfigError, EngineError
-from ..compat.scheduler_types import (
-    AttentionBackend,
-    AttentionLayer,
-    ForwardBatch,
-    ForwardMode,
-    LayerKvPool,
-    ModelRunner,
-)
 from .attention_plans import Step, StepPlans
 from .cascade import Cascade
 from .prefix_forest import NO_GROUPS, PrefixForest
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 SHARED, ALONE = "shared", "alone"
 
@@ -180,7 +174,7 @@ def _implementation(
     return Implementation(chosen, cascade.run, prepare)
 
 
-class SharedPrefixMixin(StockBackend):  # type: ignore[misc]
+class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
     """In front of one of SGLang's backends: runs the steps in which sharing is faster.
 
     groups: the shared prefixes of the next forward, set by the scheduler.
@@ -194,7 +188,7 @@ class SharedPrefixMixin(StockBackend):  # type: ignore[misc]
     graph: str = ALONE
     implementation: Implementation
     plans: StepPlans
-    _kv: LayerKvPool
+    _kv: MHATokenToKVPool
     _slots: torch.Tensor
     _step: Step | None = None
     _grid: int | None = None
@@ -285,32 +279,18 @@ class SharedPrefixMixin(StockBackend):  # type: ignore[misc]
             self.plans.without_plan(len(groups.table_row), forward_batch)
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
 
-    def forward_decode(
-        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None,
-        layer: AttentionLayer, forward_batch: ForwardBatch,
-        save_kv_cache: bool = True, **kwargs: object,
-    ) -> torch.Tensor:  # fmt: skip
-        if self._step is None:
-            return super().forward_decode(
-                q, k, v, layer, forward_batch, save_kv_cache, **kwargs
-            )
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+    def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        attend = super().forward_decode if self._step is None else self._attend
+        return attend(*args, **kwargs)
 
-    def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None,
-        layer: AttentionLayer, forward_batch: ForwardBatch,
-        save_kv_cache: bool = True, **kwargs: object,
-    ) -> torch.Tensor:  # fmt: skip
-        if self._step is None:
-            return super().forward_extend(
-                q, k, v, layer, forward_batch, save_kv_cache, **kwargs
-            )
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+    def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        attend = super().forward_extend if self._step is None else self._attend
+        return attend(*args, **kwargs)
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None,
-        layer: AttentionLayer, forward_batch: ForwardBatch, save: bool,
-        options: dict[str, object],
+        layer: RadixAttention, forward_batch: ForwardBatch,
+        save_kv_cache: bool = True, **options: object,
     ) -> torch.Tensor:  # fmt: skip
         wanted = [
             name for name, v in options.items() if v is not None and v is not False
@@ -322,7 +302,7 @@ class SharedPrefixMixin(StockBackend):  # type: ignore[misc]
                 '"attention": "stock".'
             )
         assert self._step is not None
-        if save and k is not None:
+        if save_kv_cache and k is not None:
             self._kv.set_kv_buffer(
                 layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v
             )

@@ -7,6 +7,7 @@ implementation, and with "auto" wherever model and device are supported and a tr
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.configs.model_config import AttentionArch
@@ -17,8 +18,11 @@ from sglang.srt.runtime_context import get_parallel
 
 from ...errors import ConfigError, EngineError
 from ..compat import support
-from ..compat.scheduler_types import AttentionBackend, AttentionLayer, ModelRunner
 from ..compat.support import ATTENTION_BACKEND
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +190,7 @@ def check_attention_ranks(model_runner: ModelRunner) -> None:
         )
 
 
-def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
+def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
     """The model's attention layers."""
     return [each for each in model.modules() if isinstance(each, RadixAttention)]
 
@@ -202,7 +206,7 @@ def _pool_obstacle(model_runner: ModelRunner) -> str | None:
     return None
 
 
-def _layer_obstacle(layer: AttentionLayer) -> str | None:
+def _layer_obstacle(layer: RadixAttention) -> str | None:
     if layer.sliding_window_size > 0:
         return f"a sliding window of {layer.sliding_window_size} tokens"
     if layer.logit_cap > 0:

@@ -8,7 +8,7 @@ requests of a step share from the scheduler to the backends.
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,12 @@ from sgl_kernel_ext import shared_prefix_attention as kernels
 from sgl_kernel_ext.shared_prefix_attention import AttentionPlanner
 
 from ...planner.requests import Int32s
-from ..compat.scheduler_types import ForwardBatch, ModelRunner, ScheduleBatch
+from ..compat.scheduler_types import ScheduleBatch
 from .prefix_forest import NO_GROUPS, PrefixForest, PrefixForestBuilder
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 

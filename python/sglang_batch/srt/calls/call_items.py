@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
-from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    TokenizedEmbeddingReqInput,
+    TokenizedGenerateReqInput,
+)
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from ...job.rendering import NO_LIMIT
@@ -16,17 +19,8 @@ from ...request import RequestOutput, Usage
 from ..compat.server_types import EngineRequest, SequenceAnswer, TemplateManager
 from ..engine.sglang_engine import SGLangEngine, namespace_of, shareable_len
 
-
-class Message(Protocol):
-    """``TokenizedGenerateReqInput`` or ``TokenizedEmbeddingReqInput``."""
-
-    rid: str
-    input_ids: array[int] | None
-    sampling_params: Any
-    mm_inputs: object
-    lora_id: str | None
-    time_stats: Any
-    routed_dp_rank: int | None
+Message: TypeAlias = TokenizedGenerateReqInput | TokenizedEmbeddingReqInput
+"""A request as the scheduler gets it."""
 
 
 class CallItem:

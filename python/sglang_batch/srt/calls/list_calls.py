@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _COLOCATED = "SGLANG_ENABLE_COLOCATED_BATCH_GEN"
 
 
-async def plan_list(
+def plan_list(
     original: Callable[..., AsyncGenerator[Any]],
     manager: Any,
     obj: Any,
@@ -51,16 +51,10 @@ async def plan_list(
     of a prompt reports which of its tokens were in the cache before all samples.
     """
     samples = int(getattr(obj, "parallel_sample_num", 1))
-    found = SampledPrompts(samples)
-    if _is_planned(obj, samples):
-        answers = _planned(manager, obj, request, request_states, samples)
-    else:
-        answers = counted(original, manager, obj, request, request_states)
-    async with aclosing(answers):
-        async for answer in answers:
-            if samples > 1:
-                found.count(answer)
-            yield answer
+    if not _is_planned(obj, samples):
+        return counted(original, manager, obj, request, request_states)
+    answers = _planned(manager, obj, request, request_states, samples)
+    return SampledPrompts(samples).counted(answers)
 
 
 async def _planned(
@@ -232,7 +226,7 @@ class _ListEngine(ForwardingEngine):
         return output
 
 
-async def counted(
+def counted(
     original: Callable[..., AsyncGenerator[Any]],
     manager: Any,
     obj: Any,
@@ -244,11 +238,7 @@ async def counted(
     found = SampledPrompts(samples)
     if samples > 1:
         manager = NotingPrompts(manager, found, obj.batch_size)
-    async with aclosing(original(manager, obj, request, request_states)) as answers:
-        async for answer in answers:
-            if samples > 1:
-                found.count(answer)
-            yield answer
+    return found.counted(original(manager, obj, request, request_states))
 
 
 class SampledPrompts:
@@ -270,7 +260,15 @@ class SampledPrompts:
         self._note(self._num_computed, answer)
         self._num_computed += 1
 
-    def count(self, answers: EngineAnswer) -> None:
+    async def counted(self, answers: AsyncGenerator[Any]) -> AsyncGenerator[Any]:
+        """The answers of the call, in which each prompt counts once."""
+        async with aclosing(answers):
+            async for answer in answers:
+                if self._samples > 1:
+                    self._count(answer)
+                yield answer
+
+    def _count(self, answers: EngineAnswer) -> None:
         """Correct the cached tokens of each prompt's first sample.
 
         answers: of all samples in order, or one of a stream, with its ``index`` in it.

@@ -15,7 +15,7 @@ from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 from sglang.utils import TypeBasedDispatcher
 
-from .server_types import ControlChannel, TokenizerManager
+from .server_types import TokenizerManager
 
 OPEN, CHANGE, PRIORITY, CLOSE = "open", "change", "priority", "close"
 
@@ -102,14 +102,15 @@ hook_custom_types(
 )
 
 
-def channel_of(manager: TokenizerManager, answers: type) -> ControlChannel:
+def channel_of(manager: TokenizerManager, answers: type) -> FanOutCommunicator:
     """The one channel on which a tokenizer manager sends messages with such answers.
 
     They go to the first channel that was registered for them.
     """
+    channels: dict[type, FanOutCommunicator]
     channels = vars(manager).setdefault("offline_channels", {})
     if answers not in channels:
-        channel: ControlChannel = FanOutCommunicator(
+        channels[answers] = channel = FanOutCommunicator(
             manager._dispatch_to_scheduler,
             # Of its own engine: the published arguments are those of the engine started last.
             manager.elastic_worker_count,
@@ -117,9 +118,7 @@ def channel_of(manager: TokenizerManager, answers: type) -> ControlChannel:
         manager._result_dispatcher += TypeBasedDispatcher(
             [(answers, channel.handle_recv)]
         )
-        channels[answers] = channel
-    found: ControlChannel = channels[answers]
-    return found
+    return channels[answers]
 
 
 Watchers = dict[str, Callable[[list[int]], None]]

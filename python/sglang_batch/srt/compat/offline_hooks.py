@@ -180,29 +180,19 @@ KV_CLASS_HOOK = "sglang.srt.disaggregation.utils.get_kv_class"
 PREALLOC_QUEUE_HOOK = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
 TRANSFER_QUEUE_HOOK = "sglang.srt.disaggregation.decode.DecodeTransferQueue"
 
-# In the processes that answer HTTP.
-HTTP_HOOKS = (
-    *(ENGINE_DEATH_HOOK, ROUTE_LABEL_HOOK, ENTER_HOOK, *REQUEST_HOOKS, MESSAGE_HOOK),
-    *(LIST_HOOK, SEND_HOOK, BATCH_SEND_HOOK, ABORT_HOOK),
-)
-MAIN_PROCESS_HOOKS = (
-    *(*FLAG_HOOKS, SERVER_HOOK, *HTTP_HOOKS, MODEL_CONFIG_HOOK, LAUNCH_HOOK),
-    *(SHUTDOWN_HOOK, TRANSFER_BACKENDS_HOOK, KV_CLASS_HOOK),
-)
-SCHEDULER_PROCESS_HOOKS = (
-    *(SCHEDULER_HOOK, GRAMMAR_HOOK, GRAMMAR_COMPILER_HOOK, *RESULT_HOOKS),
-    *(GRAPH_VARIANTS_HOOK, FORWARD_HOOK, TRANSFER_BACKENDS_HOOK, KV_CLASS_HOOK),
-)
 
-
-def check_hooks_took(targets: tuple[str, ...]) -> None:
-    """Check that SGLang applied the hooks, since it continues without those that fail.
+def check_hooks_took() -> None:
+    """Check that SGLang applied our hooks of this process, since it continues without those
+    that fail.
 
     Raises:
         EngineError: names the first target without its hook.
     """
-    for target in targets:
-        if target not in HookRegistry._patched:
+    for target, registered in HookRegistry._hooks.items():
+        ours = any(
+            hook.__module__.startswith("sglang_batch.") for _, hook, _ in registered
+        )
+        if ours and target not in HookRegistry._patched:
             raise EngineError(
                 f"--offline-batch: the hook on {target} did not take effect; "
                 "see the log above for SGLang's reason, or remove the flag."

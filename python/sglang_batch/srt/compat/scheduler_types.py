@@ -1,8 +1,9 @@
-"""SGLang's scheduler and its parts, typed as far as this package uses them.
+"""SGLang's scheduler, its batches and requests, typed as far as this package uses them.
 
 mypy does not read SGLang's sources. Each protocol here lists those attributes and methods
-of one of SGLang's classes that ``srt`` reads, sets or calls. Methods and their parameters
-are in :mod:`.private_api`, which compares them with the installed release.
+of a class that ``srt`` reads, sets or calls throughout. Classes that few modules use are
+named there as they are. Methods and their parameters are in :mod:`.private_api`, which
+compares them with the installed release.
 """
 
 from __future__ import annotations
@@ -10,36 +11,20 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
 from .server_types import ModelConfig, OfflineArgs
 
-TreeNode: TypeAlias = object
-"""A node of SGLang's prefix tree."""
-
-AttentionBackend: TypeAlias = object
-"""One of SGLang's attention backends, which is only passed on."""
-
-KvPool: TypeAlias = object
-"""The device's KV. Offloading checks attributes of some types by name."""
-
-
-class TreeLock(Protocol):
-    """A lock on a prefix in the tree, as ``TreeCache.lock`` returned it."""
-
-    node: TreeNode
-
-
-class SamplingParams(Protocol):
-    max_new_tokens: int | None
-    min_new_tokens: int
-    skip_special_tokens: bool
-    custom_params: object
-    frequency_penalty: float
-    presence_penalty: float
-    repetition_penalty: float
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+    from sglang.srt.mem_cache.base_prefix_cache import TreeLock
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
 
 class ReqKv(Protocol):
@@ -78,7 +63,7 @@ class Req(Protocol):
     require_reasoning: bool
     kv: ReqKv
     lock: TreeLock | None
-    last_node: TreeNode | None
+    last_node: object | None
     # Prompt and output as they are prefilled: all tokens, those found in the cache, and
     # the end of the part that is computed or was last scheduled.
     full_untruncated_fill_ids: Sequence[int]
@@ -104,28 +89,6 @@ class Req(Protocol):
     def reset_for_retract(self) -> None: ...
 
 
-class ReceivedReq(Req, Protocol):
-    """A request on a decode server, whose prompt a prefill server computes."""
-
-    grammar: Any
-    is_retracted: bool
-    already_computed: int
-    # While all of its tokens are computed again, but for the last one, which was sent.
-    pd_rebootstrap_in_progress: bool
-    pd_rebootstrap_forced_output_id: int | None
-
-
-class ForwardMode(Protocol):
-    def is_decode(self) -> bool: ...
-    def is_mixed(self) -> bool: ...
-    def is_extend(self) -> bool: ...
-
-
-class SamplingInfo(Protocol):
-    # Its penalizers count output tokens in attributes that are tensors ``[rows, ...]``.
-    penalizer_orchestrator: Any
-
-
 class ScheduleBatch(Protocol):
     """``sglang.srt.managers.schedule_batch.ScheduleBatch``: the requests of a step, or
     those that run."""
@@ -142,7 +105,7 @@ class ScheduleBatch(Protocol):
     extend_lens: list[int]
     # SGLang's mark that no row is left, which it removes when a request leaves.
     batch_is_full: bool
-    sampling_info: SamplingInfo
+    sampling_info: SamplingBatchInfo
     return_logprob: bool
     # Of a batch with prompts, by row: the number of its input tokens before the first
     # one whose log probability is wanted.
@@ -164,10 +127,6 @@ class ScheduleBatch(Protocol):
     def mix_with_running(self, running_batch: ScheduleBatch) -> None: ...
 
 
-class LogitsOutput(Protocol):
-    customized_info: object | None
-
-
 class PrefillPlan(Protocol):
     """``NextBatchPlan``: a batch to run now, if any, and the one that runs on."""
 
@@ -177,52 +136,6 @@ class PrefillPlan(Protocol):
 
 BuildPrefill: TypeAlias = Callable[[ScheduleBatch], PrefillPlan]
 """SGLang's ``get_new_batch_prefill``, which gets the running batch."""
-
-
-class KvAllocator(Protocol):
-    """``TokenToKVPoolAllocator``: slots of the device's KV, in tokens."""
-
-    page_size: int
-
-    def available_size(self) -> int: ...
-    def alloc(self, need_size: int) -> torch.Tensor | None: ...
-    def get_kvcache(self) -> KvPool: ...
-
-
-class RowPool(Protocol):
-    """``ReqToTokenPool``: a row of slot numbers for each running request."""
-
-    req_to_token: torch.Tensor
-
-    def available_size(self) -> int: ...
-    def alloc(self, reqs: list[Req]) -> list[int] | None: ...
-    def write(
-        self, indices: tuple[int, slice[int, int]], values: torch.Tensor
-    ) -> None: ...
-
-
-class PrefixMatch(Protocol):
-    device_prefix_len: int
-    last_device_node: TreeNode
-
-
-class TreeCache(Protocol):
-    """``UnifiedRadixCache``: KV of prefixes, which requests share."""
-
-    disable: bool
-    page_size: int
-    tree_core: Any
-    token_to_kv_pool_allocator: KvAllocator
-
-    def match_prefix(self, params: object) -> PrefixMatch: ...
-    def lock(self, node: TreeNode) -> TreeLock: ...
-    def unlock(self, lock: TreeLock) -> None: ...
-    def evictable_size(self) -> int: ...
-    def path_device_indices(self, node: TreeNode) -> torch.Tensor: ...
-
-
-class EvictResult(Protocol):
-    num_tokens_evicted: int
 
 
 class Scheduler(Protocol):
@@ -237,9 +150,9 @@ class Scheduler(Protocol):
     last_batch: ScheduleBatch | None
     # The overlap loop's results that are not processed yet.
     result_queue: deque[tuple[ScheduleBatch, object]]
-    tree_cache: TreeCache
-    token_to_kv_pool_allocator: KvAllocator
-    req_to_token_pool: RowPool
+    tree_cache: UnifiedRadixCache
+    token_to_kv_pool_allocator: TokenToKVPoolAllocator
+    req_to_token_pool: ReqToTokenPool
     enable_overlap: bool
     enable_hisparse: bool
     tp_cpu_group: torch.distributed.ProcessGroup
@@ -262,103 +175,3 @@ class Scheduler(Protocol):
     ) -> int: ...
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None: ...
     def _reqs_finishing_inflight(self, batch: ScheduleBatch) -> list[Req]: ...
-
-
-class LoRAManager(Protocol):
-    # Slots of adapters by their ids. None is the model alone.
-    memory_pool: Any
-    lora_refs: dict[str | None, Any]
-
-    def validate_lora_batch(self, lora_ids: set[str | None]) -> bool: ...
-
-
-class InternalState(Protocol):
-    """``GetInternalStateReqOutput``: one scheduler's state in ``/server_info``."""
-
-    internal_state: dict[str, object]
-
-
-class AbortRequest(Protocol):
-    """``AbortReq``. A ``rid`` that is no request's aborts all that begin with it."""
-
-    rid: str
-    abort_all: bool
-    finished_reason: object | None
-
-
-class PauseRequest(Protocol):
-    """``PauseGenerationReqInput``."""
-
-    mode: str
-
-
-class ForwardBatch(Protocol):
-    """``ForwardBatch``: one forward, of ``n`` rows.
-
-    seq_lens, seq_lens_cpu: ``[n]`` KV tokens of each row after the forward, on the
-        device and on the host.
-    extend_seq_lens, extend_seq_lens_cpu: ``[n]`` tokens that the forward computes for
-        each row of an extend.
-    out_cache_loc: KV slots of the tokens that it computes.
-    dimensions: of an embedding of each row, None for the model's.
-    """
-
-    forward_mode: ForwardMode
-    batch_size: int
-    seq_lens: torch.Tensor
-    seq_lens_cpu: torch.Tensor
-    extend_seq_lens: torch.Tensor
-    extend_seq_lens_cpu: Sequence[int]
-    out_cache_loc: torch.Tensor
-    dimensions: Sequence[int] | None
-
-
-class AttentionLayer(Protocol):
-    """``RadixAttention``: the attention of one layer, with this rank's heads."""
-
-    layer_id: int
-    tp_q_head_num: int
-    tp_k_head_num: int
-    qk_head_dim: int
-    v_head_dim: int
-    scaling: float
-    sliding_window_size: int
-    logit_cap: float
-    is_cross_attention: bool
-    attn_type: object
-    xai_temperature_len: int
-    use_irope: bool
-    pos_encoding_mode: str
-
-
-class LayerKvPool(Protocol):
-    """``MHATokenToKVPool``: the KV cache, ``[num_slots, num_kv_heads, head_dim]``
-    for K and for V of each layer."""
-
-    dtype: torch.dtype
-    layer_num: int
-
-    def get_key_buffer(self, layer_id: int) -> torch.Tensor: ...
-    def get_value_buffer(self, layer_id: int) -> torch.Tensor: ...
-    def set_kv_buffer(
-        self,
-        layer: AttentionLayer,
-        loc_info: object,
-        cache_k: torch.Tensor,
-        cache_v: torch.Tensor,
-    ) -> None: ...
-
-
-class ModelRunner(Protocol):
-    """``sglang.srt.model_executor.model_runner.ModelRunner``."""
-
-    model: torch.nn.Module
-    model_config: ModelConfig
-    server_args: OfflineArgs
-    attn_backend: AttentionBackend
-    token_to_kv_pool: LayerKvPool
-    req_to_token_pool: RowPool
-    device: str
-    dtype: torch.dtype
-    is_generation: bool
-    spec_algorithm: Any

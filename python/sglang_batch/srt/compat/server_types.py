@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypeAlias, TypedDict
 
-from pydantic import BaseModel
-
 from ...config import OfflineBatchConfig
 
 if TYPE_CHECKING:
     from sglang.srt.configs.embedding_model_spec import EmbeddingModelSpec
     from sglang.srt.configs.model_config import AttentionArch
+    from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 JsonObject: TypeAlias = dict[str, Any]
 """A decoded JSON object."""
@@ -27,18 +27,10 @@ TemplateManager: TypeAlias = object
 """``sglang.srt.parser.template_manager.TemplateManager``, which is only passed on."""
 
 
-class HfConfig(Protocol):
-    """A model's configuration as transformers has it."""
-
-    architectures: list[str] | None
-
-    def to_dict(self) -> JsonObject: ...
-
-
 class ModelConfig(Protocol):
     """``sglang.srt.configs.model_config.ModelConfig``."""
 
-    hf_config: HfConfig
+    hf_config: PretrainedConfig
     model_path: str
     revision: str | None
     vocab_size: int
@@ -96,12 +88,6 @@ class OfflineArgs(Protocol):
     def resolve_once(self) -> None: ...
 
 
-class Tokenizer(Protocol):
-    """A tokenizer of transformers."""
-
-    def __call__(self, *texts: str) -> Mapping[str, list[int]]: ...
-
-
 class EngineRequest(Protocol):
     """``GenerateReqInput`` or ``EmbeddingReqInput``: a request to the engine."""
 
@@ -138,44 +124,18 @@ EngineAnswer: TypeAlias = SequenceAnswer | list[SequenceAnswer] | None
 """The engine's answer to a request: for one sequence or several, None if it failed."""
 
 
-class ServingHandler(Protocol):
-    """``OpenAIServingBase``: one of SGLang's OpenAI endpoints, which answers with a response
-    object or an error response."""
-
-    def _validate_request(self, request: BaseModel) -> str | None: ...
-    def _convert_to_internal_request(
-        self, request: BaseModel, raw_request: None
-    ) -> tuple[EngineRequest, BaseModel]: ...
-    async def _handle_non_streaming_request(
-        self, adapted_request: EngineRequest, request: BaseModel, raw_request: None
-    ) -> object: ...
-
-
-class OfflineState(TypedDict, total=False):
-    """Our part of a scheduler's state. SGLang's own scheduler has neither tier nor jobs."""
-
-    config: str  # the settings
-    tier: str  # how much of the plan the model gets, and why not all of it
-    step_tokens: int  # most prompt tokens of a step
-    mixed_chunk: bool
-    page_size: int  # in tokens
-    jobs: int  # number of open jobs
-    kv_use: dict[str, int]  # the fields of ``job.engine.KvUse``
-    shares_prefixes: bool  # whether attention reads shared prefixes once
-    attention_ranks: int  # that share the model's devices, each with KV of its own
-
-
 class SchedulerState(TypedDict):
     """The internal state of one scheduler, as in ``/server_info``.
 
-    offline_batch: ours. A scheduler without our hooks has none.
+    offline_batch: ours, of ``MarkedScheduler`` and ``OfflineScheduler``. A scheduler
+        without our hooks has none.
     memory_usage: ``token_capacity`` is the tokens of KV.
     attention_backend, decode_attention_backend, kv_cache_dtype: arguments, with what
         SGLang chose where the user did not.
     step_time_dict: seconds of decode steps, by the number of rows, if they are kept.
     """
 
-    offline_batch: OfflineState
+    offline_batch: JsonObject
     memory_usage: dict[str, int]
     effective_max_running_requests_per_dp: int
     attention_backend: NotRequired[str | None]
@@ -184,19 +144,12 @@ class SchedulerState(TypedDict):
     step_time_dict: NotRequired[Mapping[int, list[float]]]
 
 
-class ControlChannel(Protocol):
-    """``FanOutCommunicator``: sends a message to all DP ranks; each answers it."""
-
-    async def __call__(self, message: object) -> list[object]: ...
-    def handle_recv(self, answer: object) -> None: ...
-
-
 class TokenizerManager(Protocol):
     """``sglang.srt.managers.tokenizer_manager.TokenizerManager``."""
 
     server_args: OfflineArgs
     model_config: ModelConfig
-    tokenizer: Tokenizer | None
+    tokenizer: PreTrainedTokenizerBase | None
     served_model_name: str
     gracefully_exit: bool
     is_pause: bool
@@ -205,7 +158,7 @@ class TokenizerManager(Protocol):
     context_len: int
     mm_processor: Any
     max_req_input_len: int | None
-    serving_chat_class: Callable[..., ServingHandler]
+    serving_chat_class: Callable[..., OpenAIServingBase]
     # A ``TypeBasedDispatcher``, which another one can be added to.
     _result_dispatcher: Any
 

@@ -12,7 +12,7 @@ one sentence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -40,13 +40,16 @@ STOCK_SCHEDULER = """--offline-batch-config '{"scheduler": "stock"}'"""
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """Fields of SGLang's arguments and the values that are refused.
+class FlagRule:
+    """Fields of SGLang's arguments, each checked separately, with values that the offline
+    scheduler refuses, or with which requests are not offloaded.
 
-    fields: of ``ServerArgs``, separated by spaces. Each is checked separately.
-    reason: completes the error "... does not work with the offline scheduler: ".
-    allowed: values that are not refused, besides None. Empty: those that are false.
-    most: the largest number that is allowed. None: no number is.
+    fields: of ``ServerArgs``, separated by spaces.
+    reason: completes the error "... does not work with the offline scheduler: ", or
+        "offloading is off because --flag ...".
+    allowed: the only values that are fine, besides None.
+    most: the largest number that is fine, as all other values are.
+    values: the only ones that are not fine. Without these three, true values are not.
     way_out: the user's alternative, before the general one.
     """
 
@@ -54,38 +57,18 @@ class Refusal:
     reason: str
     allowed: tuple[object, ...] = ()
     most: int | None = None
+    values: tuple[str, ...] = ()
     way_out: str = DROP_FLAG
 
     @property
     def names(self) -> list[str]:
         return self.fields.split()
 
-    def refuses(self, value: object) -> bool:
+    def applies(self, value: object) -> bool:
         if self.most is not None:
             return isinstance(value, int | float) and value > self.most
         if self.allowed:
             return value is not None and value not in self.allowed
-        return bool(value)
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """Fields of SGLang's arguments with which requests are not offloaded.
-
-    fields: of ``ServerArgs``, separated by spaces. Each is checked separately.
-    reason: the effect of the flag. Completes "offloading is off because --flag ...".
-    values: those that do so. Empty: any.
-    """
-
-    fields: str
-    reason: str
-    values: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> list[str]:
-        return self.fields.split()
-
-    def found(self, value: object) -> bool:
         return value in self.values if self.values else bool(value)
 
 
@@ -107,98 +90,116 @@ _SPREADS = "it spreads a page of KV over ranks, and the plan counts those of one
 
 REFUSALS = (
     # The prefix cache, which we replace.
-    Refusal("disable_radix_cache", "the plan shares prefixes in it"),
-    Refusal("radix_cache_backend", "it replaces the prefix cache", (CACHE_BACKEND,)),
-    Refusal(
+    FlagRule("disable_radix_cache", "the plan shares prefixes in it"),
+    FlagRule("radix_cache_backend", "it replaces the prefix cache", (CACHE_BACKEND,)),
+    FlagRule(
         "radix_eviction_policy", "the plan decides which prefixes are evicted", ("lru",)
     ),
-    Refusal(
+    FlagRule(
         "enable_lmcache enable_flexkv enable_unified_cache_external_linker",
         _SECOND_TIER,
     ),
-    Refusal(
+    FlagRule(
         "hicache_storage_backend",
         "--enable-hierarchical-cache means host memory here, without storage behind it",
     ),
-    Refusal(
+    FlagRule(
         "hicache_host_memory_mode",
         "--enable-hierarchical-cache keeps KV in host memory here",
         ("cache",),
     ),
-    Refusal(
+    FlagRule(
         "enable_session_radix_cache enable_streaming_session",
         "sessions keep prefixes that the plan would evict",
     ),
-    Refusal("enable_hisparse", "SGLang runs it without the prefix cache"),
-    Refusal("enable_unified_memory enable_page_major_kv_layout", _DIVIDES),
-    Refusal(
+    FlagRule("enable_hisparse", "SGLang runs it without the prefix cache"),
+    FlagRule("enable_unified_memory enable_page_major_kv_layout", _DIVIDES),
+    FlagRule(
         "enable_kv_cache_sharding",
         "SGLang allows it with its own prefix cache only",
     ),
     # The order and the admission of requests, which the plan decides.
-    Refusal(
+    FlagRule(
         "schedule_policy",
         "the plan orders the requests",
         ("fcfs",),
         way_out=_PLAN_ORDER,
     ),
-    Refusal(
+    FlagRule(
         "enable_priority_scheduling",
         "preemption would drop KV that the plan relies on",
         way_out=_PLAN_ORDER,
     ),
-    Refusal(
+    FlagRule(
         "retraction_policy",
         "requests are offloaded by the plan, not retracted",
         ("length",),
     ),
-    Refusal("schedule_conservativeness", _ADMISSION, (1.0,)),
-    Refusal("enable_prefill_delayer", _ADMISSION),
-    Refusal("min_free_slots_delay", _ADMISSION, most=1),
-    Refusal("prefill_decode_interval", _ADMISSION, most=0),
-    Refusal(
+    FlagRule("schedule_conservativeness", _ADMISSION, (1.0,)),
+    FlagRule("enable_prefill_delayer", _ADMISSION),
+    FlagRule("min_free_slots_delay", _ADMISSION, most=1),
+    FlagRule("prefill_decode_interval", _ADMISSION, most=0),
+    FlagRule(
         "max_queued_requests",
         "batches need a queue without a limit",
         (None,),
         way_out="""limit it with --offline-batch-config '{"max_inflight": 4096}'""",
     ),
     # The shape of a step: prompts in chunks, mixed with decoding.
-    Refusal("enable_pdmux", "it runs prefill and decode in its own loop"),
-    Refusal("enable_two_batch_overlap", "it is not tested with mixed chunks"),
-    Refusal("enable_megamoe_for_layernorm_sp", "SGLang refuses mixed chunks"),
-    Refusal(
+    FlagRule("enable_pdmux", "it runs prefill and decode in its own loop"),
+    FlagRule("enable_two_batch_overlap", "it is not tested with mixed chunks"),
+    FlagRule("enable_megamoe_for_layernorm_sp", "SGLang refuses mixed chunks"),
+    FlagRule(
         "enable_mis prefill_only_disable_kv_cache", "it runs without the prefix cache"
     ),
-    Refusal(
+    FlagRule(
         "speculative_algorithm",
         _DRAFT_STATE,
         ("NGRAM", "ngram"),
         way_out="name NGRAM, which drafts from the answers so far",
     ),
-    Refusal(
+    FlagRule(
         "decoupled_spec_role",
         "drafts come from another server, which the KV forecast does not count",
         ("null",),
     ),
-    Refusal("dllm_algorithm", "a diffusion model has its own scheduler"),
+    FlagRule("dllm_algorithm", "a diffusion model has its own scheduler"),
     # Adapters.
-    Refusal("uno_lora_path", _DRAFTS_AHEAD),
-    Refusal(
+    FlagRule("uno_lora_path", _DRAFTS_AHEAD),
+    FlagRule(
         "enable_lora_overlap_loading",
         "adapters loaded outside the plan may displace those that it keeps",
     ),
-    Refusal(
+    FlagRule(
         "lora_drain_wait_threshold", "the plan decides which adapter makes room", most=0
     ),
     # More than one process per replica deciding on a batch.
-    Refusal("dcp_size", _SPREADS, most=1),
-    Refusal("attn_cp_size", _SPLITS, most=1),
-    Refusal("enable_prefill_cp", _SPLITS),
-    Refusal(
+    FlagRule("dcp_size", _SPREADS, most=1),
+    FlagRule("attn_cp_size", _SPLITS, most=1),
+    FlagRule("enable_prefill_cp", _SPLITS),
+    FlagRule(
         "elastic_ep_backend",
         "a rank may leave, and its part of the plan with it",
         ("none",),
     ),
+)
+
+_OWN_STEPS = "its steps are not those of SGLang's loop"
+_DROP_ONE = "drop one of the two"
+# The same with a --disaggregation-mode.
+MODE_REFUSALS = (
+    FlagRule("speculative_algorithm", "KV is sent without drafts"),
+    FlagRule("enable_dp_attention", _OWN_STEPS, way_out=_DROP_ONE),
+    FlagRule("attn_dp_size pp_size", _OWN_STEPS, most=1, way_out=_DROP_ONE),
+)
+_RECEIVED = "KV is received into the host pool, where requests wait for their turn"
+DECODE_REFUSALS = (
+    FlagRule(
+        "disaggregation_decode_enable_radix_cache "
+        "disaggregation_decode_enable_offload_kvcache",
+        _RECEIVED,
+    ),
+    FlagRule("disaggregation_decode_host_receive_threshold", _RECEIVED, (1,)),
 )
 
 _SLOTS = "keeps data per KV slot, and an offloaded request resumes in other slots"
@@ -206,9 +207,9 @@ _SCALED = ("mxfp8", "nvfp4", "fp4_mx_block16")
 
 # Data that offloading would lose. All else of the plan stays.
 LIMITS = (
-    Limit("kv_cache_dtype", "keeps scales besides KV", _SCALED),
-    Limit("enable_return_routed_experts enable_return_indexer_topk", _SLOTS),
-    Limit("kv_canary", _SLOTS, ("log", "raise")),
+    FlagRule("kv_cache_dtype", "keeps scales besides KV", values=_SCALED),
+    FlagRule("enable_return_routed_experts enable_return_indexer_topk", _SLOTS),
+    FlagRule("kv_canary", _SLOTS, values=("log", "raise")),
 )
 
 # Flags that SGLang itself may turn on for a model or because of an environment variable.
@@ -252,51 +253,20 @@ def check_disaggregation(
             "add --disaggregation-mode decode, or drop the setting."
         )
     if config.scheduler == "offline" and mode != "null":
-        _check_planned_mode(values, mode, backend)
+        _refuse(values, MODE_REFUSALS, f"--disaggregation-mode {mode} and ")
+        if mode == "decode":
+            _refuse(values, DECODE_REFUSALS)
+        elif backend != TRANSFER_BACKEND:
+            raise ConfigError(
+                "--disaggregation-mode prefill with the offline scheduler works with "
+                f"--disaggregation-transfer-backend {TRANSFER_BACKEND} only; add it, or "
+                f"give {STOCK_SCHEDULER}."
+            )
     if backend == TRANSFER_BACKEND and values.get("enable_pd_role_switch"):
         raise ConfigError(
             f"--enable-pd-role-switch does not work with "
             f"--disaggregation-transfer-backend {TRANSFER_BACKEND}; drop one of the two."
         )
-
-
-def _check_planned_mode(
-    values: Mapping[str, object], mode: object, backend: object
-) -> None:
-    drafts = values.get("speculative_algorithm")
-    if drafts:
-        raise ConfigError(
-            f"--speculative-algorithm {drafts} does not work with --disaggregation-mode "
-            f"{mode} and the offline scheduler: KV is sent without drafts; drop the flag, "
-            f"or give {STOCK_SCHEDULER}."
-        )
-    if mode == "prefill" and backend != TRANSFER_BACKEND:
-        raise ConfigError(
-            "--disaggregation-mode prefill with the offline scheduler works with "
-            f"--disaggregation-transfer-backend {TRANSFER_BACKEND} only; add it, or "
-            f"give {STOCK_SCHEDULER}."
-        )
-    into_host: dict[str, object] = {
-        "disaggregation_decode_enable_radix_cache": False,
-        "disaggregation_decode_enable_offload_kvcache": False,
-        "disaggregation_decode_host_receive_threshold": 1,
-    }
-    for name, default in into_host.items() if mode == "decode" else ():
-        value = values.get(name)
-        if value is not None and value != default:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} does not work with the offline "
-                "scheduler: KV is received into the host pool, where requests wait "
-                f"for their turn; drop the flag, or give {STOCK_SCHEDULER}."
-            )
-    ranks = {"enable_dp_attention": False, "attn_dp_size": 1, "pp_size": 1}
-    for name, default in ranks.items():
-        if (values.get(name) or default) != default:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} does not work with the offline "
-                f"scheduler and --disaggregation-mode {mode}: its steps are not those "
-                f"of SGLang's loop; drop one of the two, or give {STOCK_SCHEDULER}."
-            )
 
 
 def is_deterministic(arguments: object) -> bool:
@@ -355,26 +325,27 @@ def check_host_receive(view: Any) -> None:
         )
 
 
-def check_supported(
-    values: Mapping[str, object], names: tuple[str, ...] | None = None
-) -> None:
+def check_supported(values: Mapping[str, object]) -> None:
     """Refuse unsupported flags.
 
     values: SGLang's arguments by field of ``ServerArgs``. A missing one has its default.
-    names: the fields to check. None checks all.
 
     Raises:
         ConfigError: names the first such flag and the alternative, in one sentence.
     """
-    for refusal in REFUSALS:
-        for name in refusal.names:
-            if names is not None and name not in names:
-                continue
-            value = values.get(name)
-            if refusal.refuses(value):
+    _refuse(values, REFUSALS)
+
+
+def _refuse(
+    values: Mapping[str, object], rules: Iterable[FlagRule], mode: str = ""
+) -> None:
+    for rule in rules:
+        for name in rule.names:
+            if rule.applies(values.get(name)):
                 raise ConfigError(
-                    f"{_as_given(name, value)} does not work with the offline scheduler: "
-                    f"{refusal.reason}; {refusal.way_out}, or give {STOCK_SCHEDULER}."
+                    f"{_as_given(name, values[name])} does not work with {mode}the "
+                    f"offline scheduler: {rule.reason}; {rule.way_out}, or give "
+                    f"{STOCK_SCHEDULER}."
                 )
 
 
@@ -387,7 +358,7 @@ def found_limits(arguments: object) -> tuple[str, ...]:
     for limit in LIMITS:
         for name in limit.names:
             value = getattr(arguments, name)
-            if limit.found(value):
+            if limit.applies(value):
                 found.append(f"{_as_given(name, value)} {limit.reason}")
     if envs.SGLANG_USE_HND_KVCACHE.get():
         found.append("SGLANG_USE_HND_KVCACHE=1 lays KV out per head")

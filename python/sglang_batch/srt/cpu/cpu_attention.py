@@ -7,6 +7,7 @@ and steps are computed here, and all others by SGLang.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,109 +17,6 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from ...errors import EngineError
-
-
-class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
-    """SGLang's backend, with window pools, sinks and drafts."""
-
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        sinks: torch.Tensor | None = None,
-        **_: object,
-    ) -> torch.Tensor:
-        given = q, k, v, layer, forward_batch, save_kv_cache
-        if forward_batch.forward_mode.is_target_verify():
-            number = forward_batch.spec_info.draft_token_num
-            counts = [number] * len(forward_batch.seq_lens)
-        elif self._is_stock(layer, sinks):
-            stock: torch.Tensor = super().forward_extend(*given)
-            return stock
-        else:
-            counts = forward_batch.extend_seq_lens.tolist()
-        return self._forward(*given, sinks, counts)
-
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        sinks: torch.Tensor | None = None,
-        **_: object,
-    ) -> torch.Tensor:
-        given = q, k, v, layer, forward_batch, save_kv_cache
-        if self._is_stock(layer, sinks):
-            stock: torch.Tensor = super().forward_decode(*given)
-            return stock
-        return self._forward(*given, sinks, [1] * len(forward_batch.seq_lens))
-
-    def _is_stock(self, layer: Any, sinks: torch.Tensor | None) -> bool:
-        """Whether SGLang's attention is right for a layer."""
-        return sinks is None and not self._has_own_pool(layer)
-
-    def _attend_one(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
-        return attend(q, k, v, **options)
-
-    def _has_own_pool(self, layer: Any) -> bool:
-        if not self.use_sliding_window_kv_pool:
-            return False
-        _, windowed = self.token_to_kv_pool.layers_mapping[layer.layer_id]
-        return bool(windowed)
-
-    def _forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool,
-        sinks: torch.Tensor | None,
-        counts: list[int],
-    ) -> torch.Tensor:
-        """Write KV, then attend request by request. Drafts are no part of ``seq_lens``.
-
-        q: ``[num_tokens, num_heads * head_dim]``, of each request ``counts`` tokens.
-        sinks: logits of which the softmax takes account ``[num_heads]``, or None.
-
-        Returns:
-            ``[num_tokens, num_heads * v_head_dim]``.
-        """
-        pool = self.token_to_kv_pool
-        if save_kv_cache and k is not None and v is not None:
-            places = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
-            pool.set_kv_buffer(layer, places, k, v)
-        keys, values = pool.get_kv_buffer(layer.layer_id)
-        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        rows = forward_batch.req_pool_indices.tolist()
-        lengths = forward_batch.seq_lens.tolist()
-        trees: list[torch.Tensor | None] = [None] * len(rows)
-        if forward_batch.forward_mode.is_target_verify():
-            trees = draft_trees(forward_batch.spec_info.custom_mask, lengths, counts)
-            lengths = list(map(sum, zip(lengths, counts, strict=True)))
-        options = {"scale": layer.scaling, "window": layer.sliding_window_size}
-        options["sinks"] = sinks
-        outputs = []
-        begin = 0
-        for row, length, count, tree in zip(rows, lengths, counts, trees, strict=True):
-            at = self.req_to_token_pool.req_to_token[row, :length].to(torch.int64)
-            if self._has_own_pool(layer):
-                at = pool.translate_loc_from_full_to_swa(at).to(torch.int64)
-            own = queries[begin : begin + count]
-            key, value = keys[at].to(q.dtype), values[at].to(q.dtype)
-            outputs.append(self._attend_one(own, key, value, tree=tree, **options))
-            begin += count
-        return torch.cat(outputs).flatten(1)
 
 
 def draft_trees(
@@ -180,6 +78,85 @@ def attend(
     weights = logits.softmax(-1)[..., :num_tokens]
     # KV outside of the window may have been overwritten; its weight is 0.
     return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
+    """SGLang's backend, with window pools, sinks and drafts."""
+
+    _attend = staticmethod(attend)
+
+    def forward_extend(self, *args: Any, **options: Any) -> torch.Tensor:
+        return self._forward(super().forward_extend, *args, **options)
+
+    def forward_decode(self, *args: Any, **options: Any) -> torch.Tensor:
+        return self._forward(super().forward_decode, *args, **options)
+
+    def _is_stock(self, layer: Any, sinks: torch.Tensor | None) -> bool:
+        """Whether SGLang's attention is right for a layer."""
+        return sinks is None and not self._has_own_pool(layer)
+
+    def _has_own_pool(self, layer: Any) -> bool:
+        if not self.use_sliding_window_kv_pool:
+            return False
+        _, windowed = self.token_to_kv_pool.layers_mapping[layer.layer_id]
+        return bool(windowed)
+
+    def _forward(
+        self,
+        stock: Callable[..., torch.Tensor],
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
+        **_: object,
+    ) -> torch.Tensor:
+        """SGLang's forward where it is right. Elsewhere write KV, then attend request by
+        request. Drafts are no part of ``seq_lens``.
+
+        q: ``[num_tokens, num_heads * head_dim]``.
+        sinks: logits of which the softmax takes account ``[num_heads]``, or None.
+
+        Returns:
+            ``[num_tokens, num_heads * v_head_dim]``.
+        """
+        mode = forward_batch.forward_mode
+        if mode.is_target_verify():
+            number = forward_batch.spec_info.draft_token_num
+            counts = [number] * len(forward_batch.seq_lens)
+        elif self._is_stock(layer, sinks):
+            return stock(q, k, v, layer, forward_batch, save_kv_cache)
+        elif mode.is_decode():
+            counts = [1] * len(forward_batch.seq_lens)
+        else:
+            counts = forward_batch.extend_seq_lens.tolist()
+        pool = self.token_to_kv_pool
+        if save_kv_cache and k is not None and v is not None:
+            places = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+            pool.set_kv_buffer(layer, places, k, v)
+        keys, values = pool.get_kv_buffer(layer.layer_id)
+        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        rows = forward_batch.req_pool_indices.tolist()
+        lengths = forward_batch.seq_lens.tolist()
+        trees: list[torch.Tensor | None] = [None] * len(rows)
+        if mode.is_target_verify():
+            trees = draft_trees(forward_batch.spec_info.custom_mask, lengths, counts)
+            lengths = list(map(sum, zip(lengths, counts, strict=True)))
+        options = {"scale": layer.scaling, "window": layer.sliding_window_size}
+        options["sinks"] = sinks
+        outputs = []
+        begin = 0
+        for row, length, count, tree in zip(rows, lengths, counts, trees, strict=True):
+            at = self.req_to_token_pool.req_to_token[row, :length].to(torch.int64)
+            if self._has_own_pool(layer):
+                at = pool.translate_loc_from_full_to_swa(at).to(torch.int64)
+            own = queries[begin : begin + count]
+            key, value = keys[at].to(q.dtype), values[at].to(q.dtype)
+            outputs.append(self._attend(own, key, value, tree=tree, **options))
+            begin += count
+        return torch.cat(outputs).flatten(1)
 
 
 _ALL = 2**32 - 1  # all bits of a word
@@ -292,6 +269,8 @@ def attend_each(
 class BatchInvariantAttention(CpuAttention):
     """Attention of all layers, query by query."""
 
+    _attend = staticmethod(attend_each)
+
     def _is_stock(self, layer: Any, sinks: torch.Tensor | None) -> bool:
         if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
             raise EngineError(
@@ -299,8 +278,3 @@ class BatchInvariantAttention(CpuAttention):
                 "drop --enable-deterministic-inference."
             )
         return False
-
-    def _attend_one(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
-        return attend_each(q, k, v, **options)

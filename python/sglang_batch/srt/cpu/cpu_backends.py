@@ -35,9 +35,9 @@ def make_backend(model_runner: Any) -> TorchNativeAttnBackend:
     if model_runner.use_mla_backend:
         _attend_latents()
     for layers, functions in (
-        (hybrid_arch.hybrid_gdn_config(model), _delta_nets()),
-        (hybrid_arch.hybrid_kda_config(model), _kimi_layers()),
-        (hybrid_arch.mamba2_config(model), _mamba_layers()),
+        (hybrid_arch.hybrid_gdn_config(model), _DELTA_NETS),
+        (hybrid_arch.hybrid_kda_config(model), _KIMI_LAYERS),
+        (hybrid_arch.mamba2_config(model), _MAMBA_LAYERS),
     ):
         if layers is not None:
             _replace(functions)
@@ -83,53 +83,42 @@ _CONVOLUTIONS = {
     "causal_conv1d_fn": kernels.causal_conv1d_fn,
     "causal_conv1d_update": kernels.causal_conv1d_update,
 }
-
-
-def _delta_nets() -> dict[str, dict[str, Any]]:
-    models = "sglang.srt.models"
-    return {
-        f"{_LINEAR}.gdn_backend": {
-            **_CONVOLUTIONS,
-            "fused_gdn_gating": kernels.fused_gdn_gating,
-        },
-        f"{_LINEAR}.kernels.gdn_triton": {
-            "chunk_gated_delta_rule": kernels.chunk_gated_delta_rule,
-            "fused_recurrent_gated_delta_rule_packed_decode": kernels.packed_decode,
-        },
-        f"{models}.qwen3_next": {
-            "fused_qkvzba_split_reshape_cat": kernels.split_grouped
-        },
-        f"{models}.qwen3_5": {
-            "fused_qkvzba_split_reshape_cat_contiguous": kernels.split_contiguous,
-            "fused_sigmoid_mul": kernels.sigmoid_mul,
-        },
-        f"{models}.qwen2_moe": {"fused_gate_sigmoid_mul_add": kernels.add_gated},
-        f"{_NORMS}.fused_norm_gate": {"rms_norm_gated": kernels.rms_norm_gated},
-        f"{_NORMS}.layernorm_gated": {"rms_norm_gated": kernels.rms_norm_then_gate},
+_MODELS = "sglang.srt.models"
+_DELTA_NETS: dict[str, dict[str, Any]] = {
+    f"{_LINEAR}.gdn_backend": {
+        **_CONVOLUTIONS,
+        "fused_gdn_gating": kernels.fused_gdn_gating,
+    },
+    f"{_LINEAR}.kernels.gdn_triton": {
+        "chunk_gated_delta_rule": kernels.chunk_gated_delta_rule,
+        "fused_recurrent_gated_delta_rule_packed_decode": kernels.packed_decode,
+    },
+    f"{_MODELS}.qwen3_next": {"fused_qkvzba_split_reshape_cat": kernels.split_grouped},
+    f"{_MODELS}.qwen3_5": {
+        "fused_qkvzba_split_reshape_cat_contiguous": kernels.split_contiguous,
+        "fused_sigmoid_mul": kernels.sigmoid_mul,
+    },
+    f"{_MODELS}.qwen2_moe": {"fused_gate_sigmoid_mul_add": kernels.add_gated},
+    f"{_NORMS}.fused_norm_gate": {"rms_norm_gated": kernels.rms_norm_gated},
+    f"{_NORMS}.layernorm_gated": {"rms_norm_gated": kernels.rms_norm_then_gate},
+}
+_KIMI_LAYERS: dict[str, dict[str, Any]] = {
+    f"{_LINEAR}.kda_backend": _CONVOLUTIONS,
+    f"{_LINEAR}.kernels.kda_triton": {
+        "chunk_kda": kernels.chunk_kda,
+        "fused_recurrent_kda_packed_decode": kernels.packed_kda_decode,
+    },
+    f"{_NORMS}.fused_norm_gate": {"rms_norm_gated": kernels.rms_norm_gated},
+}
+_MAMBA_LAYERS: dict[str, dict[str, Any]] = {
+    "sglang.srt.layers.attention.mamba.mamba": {
+        **_CONVOLUTIONS,
+        "causal_conv1d_fn_triton": kernels.causal_conv1d_fn,
+        "causal_conv1d_update_triton": kernels.causal_conv1d_update,
+        "mamba_chunk_scan_combined": kernels.mamba_chunk_scan_combined,
+        "selective_state_update": kernels.selective_state_update,
     }
-
-
-def _kimi_layers() -> dict[str, dict[str, Any]]:
-    return {
-        f"{_LINEAR}.kda_backend": _CONVOLUTIONS,
-        f"{_LINEAR}.kernels.kda_triton": {
-            "chunk_kda": kernels.chunk_kda,
-            "fused_recurrent_kda_packed_decode": kernels.packed_kda_decode,
-        },
-        f"{_NORMS}.fused_norm_gate": {"rms_norm_gated": kernels.rms_norm_gated},
-    }
-
-
-def _mamba_layers() -> dict[str, dict[str, Any]]:
-    return {
-        "sglang.srt.layers.attention.mamba.mamba": {
-            **_CONVOLUTIONS,
-            "causal_conv1d_fn_triton": kernels.causal_conv1d_fn,
-            "causal_conv1d_update_triton": kernels.causal_conv1d_update,
-            "mamba_chunk_scan_combined": kernels.mamba_chunk_scan_combined,
-            "selective_state_update": kernels.selective_state_update,
-        }
-    }
+}
 
 
 # Drafts -------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import transformers
@@ -53,48 +54,16 @@ _MAX_INFLIGHT = 4096
 _MAX_PROMPT_TOKENS = 1 << 23
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A job's plan, and the leaf of each request by its number, -1 for none."""
-
-    plan: JobPlan
-    leaf: Int32s
-
-    def of(self, number: int, priority: int) -> PlannedPlace | None:
-        """Where a request is in the plan, None if it is not."""
-        leaf = int(self.leaf[number]) if 0 <= number < len(self.leaf) else -1
-        if leaf < 0:
-            return None
-        plan = self.plan
-        by_length = None
-        if plan.length_key is not None and plan.family is not None:
-            key, family = int(plan.length_key[leaf]), int(plan.family[leaf])
-            limit = plan.max_wait_steps or MAX_TICKS
-            by_length = ByLength(plan.length_rule, key, family, limit)
-        return PlannedPlace(
-            int(plan.position[leaf]),
-            priority,
-            max(1, round(float(plan.est_decode_steps[leaf]) + 1.0)),
-            by_length,
-        )
-
-    def revised(self, job_id: str, request: DenseRequest) -> DenseRequest:
-        """An open request as it is planned now."""
-        job, number, _ = parse_request_id(request.rid)
-        found = self.of(number, request.priority) if job == job_id else None
-        return request if found is None else replace(request, **found._asdict())
-
-
 class OpenPlans:
     """The plans of the open jobs, and their priorities."""
 
     def __init__(self) -> None:
-        self._planned: dict[str, _Planned] = {}
+        # With the leaf of each request by its number, -1 for none.
+        self._planned: dict[str, tuple[JobPlan, Int32s]] = {}
         self._priority: dict[str, int] = {}
 
-    def open(self, job_id: str, plan: JobPlan) -> _Planned:
-        found = self._planned[job_id] = _Planned(plan, plan.leaf)
-        return found
+    def open(self, job_id: str, plan: JobPlan) -> None:
+        self._planned[job_id] = plan, plan.leaf
 
     def prioritize(self, job_id: str, priority: int) -> None:
         self._priority[job_id] = priority
@@ -110,9 +79,31 @@ class OpenPlans:
         """
         job_id, number, _ = parse_request_id(rid)
         priority = self._priority.get(job_id, 0)
-        planned = self._planned.get(job_id)
-        found = None if planned is None else planned.of(number, priority)
+        found = self._place(job_id, number, priority)
         return found or PlannedPlace(max(0, number), priority)
+
+    def revised(self, job_id: str, request: DenseRequest) -> DenseRequest:
+        """An open request as it is planned now, if it is of this job."""
+        job, number, _ = parse_request_id(request.rid)
+        found = self._place(job, number, request.priority) if job == job_id else None
+        return request if found is None else replace(request, **found._asdict())
+
+    def _place(self, job_id: str, number: int, priority: int) -> PlannedPlace | None:
+        plan, leaves = self._planned.get(job_id, (None, ()))
+        leaf = int(leaves[number]) if 0 <= number < len(leaves) else -1
+        if plan is None or leaf < 0:
+            return None
+        by_length = None
+        if plan.length_key is not None and plan.family is not None:
+            key, family = int(plan.length_key[leaf]), int(plan.family[leaf])
+            limit = plan.max_wait_steps or MAX_TICKS
+            by_length = ByLength(plan.length_rule, key, family, limit)
+        return PlannedPlace(
+            int(plan.position[leaf]),
+            priority,
+            max(1, round(float(plan.est_decode_steps[leaf]) + 1.0)),
+            by_length,
+        )
 
 
 class DenseEngine(SGLangEngine):
@@ -213,9 +204,9 @@ class DenseEngine(SGLangEngine):
         names: tuple[str, ...] = (),
         first: int = 0,
     ) -> None:
-        planned = self._plans.open(job_id, plans[0])
+        self._plans.open(job_id, plans[0])
         # Requests that wait, too, profit from better estimates.
-        self._worker.revise(lambda request: planned.revised(job_id, request))
+        self._worker.revise(partial(self._plans.revised, job_id))
 
     def watch_job(self, job_id: str, on_joined: Callable[[list[int]], None]) -> bool:
         return False

@@ -12,8 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
@@ -37,6 +36,7 @@ from ...dense.embedding import EmbeddingModel
 from ...dense.model import LoadedModel
 from ...dense.row_request import DenseAnswer, DenseRequest
 from ...dense.worker import DenseWorker
+from ..calls.call_items import Message
 from ..calls.list_calls import counted
 from ..compat.server_types import OfflineArgs
 from ..engine.request_ids import has_our_id
@@ -51,7 +51,6 @@ from .conversion import (
 
 logger = logging.getLogger(__name__)
 
-Message: TypeAlias = TokenizedGenerateReqInput | TokenizedEmbeddingReqInput
 _BATCHES = BatchTokenizedGenerateReqInput | BatchTokenizedEmbeddingReqInput
 
 
@@ -176,17 +175,16 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
             self.event_loop = loop = asyncio.get_running_loop()
             self.asyncio_tasks.add(loop.create_task(self.handle_loop()))
 
-    async def _handle_batch_request(
+    def _handle_batch_request(
         self, obj: Any, request: Any, request_states: dict[str, Any]
     ) -> AsyncGenerator[Any]:
         stock = TokenizerManager._handle_batch_request
+        answers: AsyncGenerator[Any]
         if not has_our_id(obj):
-            stock_answers = stock(self, obj, request, request_states)
-        else:  # a line, whose samples are counted with any door
-            stock_answers = counted(stock, self, obj, request, request_states)
-        async with aclosing(stock_answers) as answers:
-            async for answer in answers:
-                yield answer
+            answers = stock(self, obj, request, request_states)
+            return answers
+        # A line, whose samples are counted with any door.
+        return counted(stock, self, obj, request, request_states)
 
     async def handle_loop(self) -> None:
         while True:

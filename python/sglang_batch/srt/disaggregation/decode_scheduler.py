@@ -10,6 +10,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any
 
+from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import NextBatchPlan, _make_abort_req
 from sglang.srt.mem_cache.common import discard_kv_cache_backup
@@ -19,10 +20,7 @@ from sglang.srt.runtime_context import get_disagg
 from ...errors import EngineError
 from ...scheduling.job_state import JobState
 from ...scheduling.scheduled_request import ScheduledRequest
-from ..compat import scheduler_types
-from ..compat.scheduler_types import PrefillPlan, Req, ScheduleBatch
-from ..scheduler.engine_jobs import EngineJobs
-from ..scheduler.kv.kv_manager import KvManager
+from ..compat.scheduler_types import BuildPrefill, PrefillPlan, Req, ScheduleBatch
 from ..scheduler.online_queue import OnlineQueue
 from ..scheduler.plan_scheduler import PlanScheduler
 from ..scheduler.scheduler import OfflineScheduler
@@ -38,21 +36,9 @@ def _plan(batch: ScheduleBatch | None, running_batch: ScheduleBatch) -> PrefillP
 
 
 class DecodePlanScheduler(PlanScheduler):
-    """Carries out the plans of one scheduler process of a decode server.
+    """Carries out the plans of one scheduler process of a decode server."""
 
-    reception: the requests whose KV has come.
-    """
-
-    def __init__(
-        self,
-        scheduler: Any,
-        jobs: EngineJobs,
-        kv_manager: KvManager,
-        online: OnlineQueue,
-        reception: Reception,
-    ) -> None:
-        super().__init__(scheduler, jobs, kv_manager, online, scheduler.hooks)
-        self._reception = reception
+    _scheduler: DecodeScheduler
 
     def _not_running(
         self, rid: str, *, everything: bool
@@ -63,7 +49,7 @@ class DecodePlanScheduler(PlanScheduler):
         return [(job, request) for job, request in found if request in here]
 
     def next_batch(
-        self, running_batch: ScheduleBatch, build: scheduler_types.BuildPrefill
+        self, running_batch: ScheduleBatch, build: BuildPrefill
     ) -> PrefillPlan:
         """Nothing to build, and the running batch with those that join it."""
         if self._adapters is not None:
@@ -86,7 +72,7 @@ class DecodePlanScheduler(PlanScheduler):
         for i, req in enumerate(ready):
             known = self._registry.known(req)
             assert known is not None
-            kv = self._reception.online[req.rid]
+            kv = self._scheduler.reception.online[req.rid]
             joined = self._kv_manager.join_one(running_batch, kv)
             if joined is None:  # it fits later
                 for each in ready[i:]:
@@ -96,7 +82,7 @@ class DecodePlanScheduler(PlanScheduler):
                 waiting = ready[i:] + waiting
                 break
             running_batch = joined
-            del self._reception.online[req.rid]
+            del self._scheduler.reception.online[req.rid]
             self._kv_accounting.begin_decoding(known[1])
         self._scheduler.waiting_queue = waiting
         return running_batch
@@ -127,9 +113,7 @@ class DecodeScheduler(Apart, OfflineScheduler):
 
     def _make_plan_scheduler(self, online: OnlineQueue) -> DecodePlanScheduler:
         self.reception = Reception(self.jobs, self.kv_manager)
-        return DecodePlanScheduler(
-            self, self.jobs, self.kv_manager, online, self.reception
-        )
+        return DecodePlanScheduler(self, self.jobs, self.kv_manager, online, self.hooks)
 
     # Requests come --------------------------------------------------------------------
 
@@ -163,7 +147,7 @@ class DecodeScheduler(Apart, OfflineScheduler):
         for req in arrived:
             self._arrived(req)
 
-    def _arrived(self, req: scheduler_types.ReceivedReq) -> None:
+    def _arrived(self, req: Any) -> None:
         num_tokens = len(req.origin_input_ids) + len(req.output_ids) - 1
         again = getattr(req, "pd_rebootstrap_in_progress", False)
         req.pd_rebootstrap_in_progress = False
@@ -181,7 +165,7 @@ class DecodeScheduler(Apart, OfflineScheduler):
         if not again:
             self.output_streamer.stream_output([req], req.return_logprob)
 
-    def _accept_first_token(self, req: scheduler_types.ReceivedReq) -> None:
+    def _accept_first_token(self, req: Any) -> None:
         if req.grammar is None or req.grammar.current_token is not None:
             return
         try:
@@ -228,7 +212,7 @@ class DecodeScheduler(Apart, OfflineScheduler):
         known[0].take(known[1])
         self.jobs.registry.skip(known[0], known[1])
 
-    def abort_request(self, recv_req: scheduler_types.AbortRequest) -> None:
+    def abort_request(self, recv_req: AbortReq) -> None:
         def named(req: Req) -> bool:
             return bool(recv_req.abort_all or req.rid.startswith(recv_req.rid))
 
@@ -242,7 +226,7 @@ class DecodeScheduler(Apart, OfflineScheduler):
                 coming.kv_receiver.abort()
         super().abort_request(recv_req)
 
-    def pause_generation(self, recv_req: scheduler_types.PauseRequest) -> None:
+    def pause_generation(self, recv_req: PauseGenerationReqInput) -> None:
         super().pause_generation(recv_req)
         if recv_req.mode == "retract":
             waiting, self.waiting_queue = self.waiting_queue, []

@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.utils import _is_fake_transfer, prepare_abort
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from ...errors import EngineError
-from ..compat.scheduler_types import ReceivedReq, Req
+from ..compat.scheduler_types import Req
 from ..scheduler.engine_jobs import EngineJobs
 from ..scheduler.kv.kv_manager import KvManager
 from ..scheduler.kv.offloading import OffloadedRequest
@@ -185,7 +185,7 @@ class HostPreallocQueue(DecodePreallocQueue):  # type: ignore[misc]
         failed.kv_receiver = None
         self.scheduler.reception.gone(req)
 
-    def _check_if_req_exceed_kv_capacity(self, req: ReceivedReq) -> bool:
+    def _check_if_req_exceed_kv_capacity(self, req: Any) -> bool:
         """SGLang's, and for a prompt that the host pool cannot hold."""
         reception = self.scheduler.reception
         tokens, most = self._rebootstrap_prefill_len(req), reception.num_tokens

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias
 
 from pydantic import BaseModel, TypeAdapter
+from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from ...batch_api.protocol import TRANSCRIPTIONS_URL
@@ -23,7 +24,6 @@ from ..compat.server_types import (
     EngineAnswer,
     EngineRequest,
     JsonObject,
-    ServingHandler,
     TemplateManager,
     TokenizerManager,
 )
@@ -57,7 +57,7 @@ class ServingEndpoints:
     ) -> None:
         self._managers = (tokenizer_manager, template_manager)
         self._serve: dict[str, Serve | Exception] = {}
-        self._handlers: dict[str, ServingHandler] = {}
+        self._handlers: dict[str, OpenAIServingBase] = {}
 
     async def open(self, url: str) -> None:
         """Prepare an endpoint for :meth:`call`, which raises if this fails."""
@@ -179,19 +179,19 @@ def _responses(manager: TokenizerManager, templates: TemplateManager) -> Serve:
 
 def _handler(
     url: str, manager: TokenizerManager, templates: TemplateManager
-) -> ServingHandler:
+) -> OpenAIServingBase:
     if url == "/v1/chat/completions":
         kind = manager.serving_chat_class
     else:
         module, name = _SERVING_CLASSES[url]
         kind = getattr(import_module(f"{_SERVING}_{module}"), name)
     arguments = (manager,) if url == "/v1/score" else (manager, templates)
-    handler: ServingHandler = make_strict(kind(*arguments))
+    handler: OpenAIServingBase = make_strict(kind(*arguments))
     return handler
 
 
 async def _serve(
-    handler: ServingHandler,
+    handler: OpenAIServingBase,
     parsed: BaseModel,
     keep: Callable[[Converted], None] = lambda _: None,
 ) -> object:

@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import psutil  # type: ignore[import-untyped]
@@ -27,8 +27,7 @@ from ...errors import ConfigError, SGLangBatchError
 from ...request import BatchRequestInput, RequestOutput
 from ..compat.offline_hooks import enter
 from ..compat.server_types import EngineRequest, JsonObject, OfflineArgs
-from .checks.stop_rule_checks import has_rules
-from .sglang_engine import SGLangEngine, shareable_len, text_token_ids
+from .sglang_engine import Prepared, SGLangEngine, text_token_ids
 
 
 def parse_server_args(argv: list[str]) -> OfflineArgs:
@@ -192,11 +191,7 @@ class Renderer:
                 self._manager._validate_one_request(one, prompt)
         except ValueError as error:
             return str(error)
-        return replace(
-            self._with_lengths(each[0], prompts),
-            adapter=prepared.adapter,
-            namespace=prepared.namespace,
-        )
+        return self._with_lengths(prepared, each[0].sampling_params, prompts)
 
     def _prompt(self, one: EngineRequest) -> list[int]:
         if one.input_ids:
@@ -208,20 +203,21 @@ class Renderer:
         return text_token_ids(self._manager.tokenizer, text)
 
     def _with_lengths(
-        self, adapted: EngineRequest, prompts: list[list[int]]
+        self, prepared: Prepared, sampling: Any, prompts: list[list[int]]
     ) -> RenderedRequest:
-        if isinstance(adapted, EmbeddingReqInput):
-            return RenderedRequest(prompts, None, [1] * len(prompts), True)
-        sampling = cast("JsonObject", adapted.sampling_params)  # of one request
-        prompts = prompts * (sampling.get("n") or 1)
-        asked = sampling.get("max_new_tokens")
+        if not isinstance(prepared.adapted, EmbeddingReqInput):
+            prompts = prompts * (sampling.get("n") or 1)
+        asked = prepared.max_new_tokens
         # The scheduler's bound: one token stays free, and one ends the answer.
         free = [self.context_len - 2 - len(prompt) for prompt in prompts]
-        lengths = [max(1, most if asked is None else min(asked, most)) for most in free]
-        fixed = bool(sampling.get("ignore_eos")) and asked is not None
-        fixed = fixed and not has_rules(sampling)
-        fixed = fixed or asked in (0, 1)
-        return RenderedRequest(prompts, shareable_len(adapted), lengths, fixed)
+        return RenderedRequest(
+            prompts,
+            prepared.shareable_len,
+            [max(1, most if asked is None else min(asked, most)) for most in free],
+            prepared.ignore_eos,
+            prepared.adapter,
+            prepared.namespace,
+        )
 
 
 class _RenderingManager(TokenizerManager):  # type: ignore[misc]

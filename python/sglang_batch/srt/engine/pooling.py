@@ -26,54 +26,40 @@ from sglang.srt.configs import embedding_model_spec as specs
 from sglang.srt.layers.pooler import EmbeddingPoolerOutput, Pooler, PoolingType
 from torch.nn.functional import normalize
 
-from ...dense.pooling import CheckpointFiles, modes_of
+from ...dense.pooling import CheckpointFiles, UnitLength, declared_pooling
 from ...errors import ConfigError
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from ..compat.scheduler_types import ModelRunner
     from ..compat.server_types import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-# The modes that SGLang's poolers compute.
-_SUPPORTED = {"mean", "cls", "lasttoken"}
-_KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}
 
-
-def sentence_transformers_pooling(
-    model_path: str | Path, revision: str | None = None
-) -> str | None:
-    """The pooling of a sentence-transformers checkpoint.
-
-    None: it is no such checkpoint, it has modules after the pooling that SGLang does not run
-    (``Dense``), or its pooling is not implemented here.
-    """
-    files, folder = CheckpointFiles(str(model_path), revision), "1_Pooling"
+def declares_mean(model_path: str | Path, revision: str | None = None) -> bool:
+    """Whether a sentence-transformers checkpoint declares to pool by the mean, and no steps
+    after it that SGLang does not run (``Dense``)."""
     try:
-        modules = files.json("modules.json")
-        if isinstance(modules, list):
-            kinds = {str(m.get("type", "")).rpartition(".")[2]: m for m in modules}
-            if "Pooling" not in kinds:
-                return None
-            if unknown := sorted(kinds.keys() - _KNOWN_MODULES):
-                logger.warning(
-                    "%s ends in sentence-transformers modules %s, which are not served: "
-                    "its embeddings will differ from sentence-transformers'",
-                    model_path,
-                    ", ".join(unknown),
-                )
-                return None
-            folder = str(kinds["Pooling"].get("path") or folder)
-        config = files.json(f"{folder}/config.json")
+        declared = declared_pooling(CheckpointFiles(str(model_path), revision))
     except ConfigError as error:
         logger.warning("The pooling of a checkpoint is not used: %s", error)
-        return None
-    if not isinstance(config, dict) or config.get("include_prompt") is False:
-        return None
-    modes = modes_of(config)
-    return modes[0] if len(modes) == 1 and modes[0] in _SUPPORTED else None
+        return False
+    if declared is None or declared.modes != ("mean",):
+        return False
+    run = UnitLength | torch.nn.Identity
+    unknown = {
+        type(step).__name__ for step in declared.steps if not isinstance(step, run)
+    }
+    if unknown:
+        logger.warning(
+            "%s ends in sentence-transformers modules %s, which are not served: "
+            "its embeddings will differ from sentence-transformers'",
+            model_path,
+            ", ".join(sorted(unknown)),
+        )
+    return not unknown
 
 
 def segment_mean(hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -131,10 +117,10 @@ def declared_spec(
     if spec.execution is not specs.EmbeddingExecution.ENCODER_ONLY:
         return spec
     pooling = spec.pooling
-    if (
-        pooling in (specs.PoolingStrategy.CLS, specs.PoolingStrategy.MODEL_DEFINED)
-        and sentence_transformers_pooling(model_path, revision) == "mean"
-    ):
+    if pooling in (
+        specs.PoolingStrategy.CLS,
+        specs.PoolingStrategy.MODEL_DEFINED,
+    ) and declares_mean(model_path, revision):
         pooling = specs.PoolingStrategy.MEAN
     return replace(
         spec,

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any, ClassVar, cast
 
 from sglang.srt.managers.io_struct import GenerateReqInput
+from transformers import PreTrainedTokenizerBase
 
 from ...batch_api.protocol import TRANSCRIPTIONS_URL
 from ...errors import EngineError
@@ -27,7 +28,6 @@ from ..compat.server_types import (
     EngineRequest,
     JsonObject,
     TemplateManager,
-    Tokenizer,
     TokenizerManager,
 )
 from ..compat.support import STATE_KEY
@@ -463,7 +463,9 @@ def longest_of_lines(reports: Iterable[Mapping[str, float]]) -> dict[str, float]
     return longest
 
 
-def text_token_ids(tokenizer: Tokenizer, text: str | list[str]) -> list[int]:
+def text_token_ids(
+    tokenizer: PreTrainedTokenizerBase, text: str | list[str]
+) -> list[int]:
     """Token ids of a prompt, which is a pair of texts for a cross-encoder."""
     pair = [text] if isinstance(text, str) else text
     return list(tokenizer(*pair)["input_ids"])

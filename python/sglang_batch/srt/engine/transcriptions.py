@@ -87,14 +87,8 @@ def request_of(body: Any) -> Any:
     """SGLang's request for a :class:`TranscriptionBody`."""
     from sglang.srt.entrypoints.openai.protocol import TranscriptionRequest
 
-    request = TranscriptionRequest(
-        model=body.model,
-        language=body.language,
-        response_format=body.response_format,
-        temperature=body.temperature,
-        timestamp_granularities=body.timestamp_granularities,
-        audio_duration_s=body.duration_s,
-    )
+    fields = body.model_dump(exclude={"file_url", "duration_s"})
+    request = TranscriptionRequest(**fields, audio_duration_s=body.duration_s)
     # Not its bytes: they are read once the request is sent, as images are.
     request.audio_data = body.file_url
     return request

@@ -169,8 +169,7 @@ def _check_model(server_args: ServerArgs, previous: ResolutionStep) -> None:
     previous(server_args)
     resolved = resolving_view(server_args)
     support.check_supported(
-        {name: getattr(resolved, name) for name in support.SET_BY_SGLANG},
-        support.SET_BY_SGLANG,
+        {name: getattr(resolved, name) for name in support.SET_BY_SGLANG}
     )
     tier = tiers.check_model(
         model_config_of(server_args),

@@ -28,7 +28,7 @@ def enter_offline_main() -> None:
         with _same_event_loop():
             _hook_main()
         _entered = True
-    hooks.check_hooks_took(hooks.MAIN_PROCESS_HOOKS)
+    hooks.check_hooks_took()
 
 
 def _hook_main() -> None:
@@ -69,7 +69,7 @@ def enter_tokenizer_worker() -> None:
     """
     _register_http_hooks()
     hooks.apply()
-    hooks.check_hooks_took(hooks.HTTP_HOOKS)
+    hooks.check_hooks_took()
 
 
 def _register_http_hooks() -> None:

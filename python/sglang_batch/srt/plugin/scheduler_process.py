@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from ..compat import offline_hooks as hooks
 
 if TYPE_CHECKING:  # it imports torch
-    from ..compat.scheduler_types import AttentionBackend, ModelRunner
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 # The setting ``scheduler`` in a child process of an offline server, otherwise None.
 _offline_scheduler: str | None = None
@@ -55,7 +56,6 @@ def hook_scheduler() -> None:
     planned_cache.register()
     register_attention_backend(support.ATTENTION_BACKEND)(_make_attention)
     backend.register()
-    register(hooks.SCHEDULER_HOOK, _scheduler_class(), HookType.REPLACE)
     if (_offline_scheduler, _mode) == ("offline", "decode"):
         from ..disaggregation.reception import HostPreallocQueue, HostTransferQueue
 
@@ -76,6 +76,8 @@ def hook_scheduler() -> None:
         from ..engine import processes
 
         register(hooks.DP_CONTROLLER_HOOK, processes.wait_for_messages, around)
+    # Last: SGLang goes on where a plugin fails, and a scheduler of ours has all hooks.
+    register(hooks.SCHEDULER_HOOK, _scheduler_class(), HookType.REPLACE)
 
 
 def hook_detokenizer() -> None:

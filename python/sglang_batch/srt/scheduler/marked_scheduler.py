@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
@@ -18,8 +19,8 @@ from ..compat.job_control import (
     StepsQuery,
     StepsQueryOutput,
 )
-from ..compat.offline_hooks import SCHEDULER_PROCESS_HOOKS, check_hooks_took
-from ..compat.scheduler_types import InternalState, Req
+from ..compat.offline_hooks import check_hooks_took
+from ..compat.scheduler_types import Req
 from ..compat.server_types import OfflineArgs
 from ..compat.support import STATE_KEY
 from .answer_ends import watch_request
@@ -42,7 +43,7 @@ class MarkedScheduler(Scheduler):  # type: ignore[misc]
             ConfigError: its attention ranks would mix up their requests.
             EngineError: a hook of its process did not take effect.
         """
-        check_hooks_took(SCHEDULER_PROCESS_HOOKS)
+        check_hooks_took()
         check_attention_ranks(self.tp_worker.model_runner)
         logger.info(
             "Offline batch scheduler ready: %s", self.server_args.offline_config
@@ -86,9 +87,9 @@ class MarkedScheduler(Scheduler):  # type: ignore[misc]
         running = (req for batch in batches if batch is not None for req in batch.reqs)
         return [*self.waiting_queue, *running]
 
-    def get_internal_state(self, recv_req: object) -> InternalState:
+    def get_internal_state(self, recv_req: object) -> GetInternalStateReqOutput:
         """Add the settings in force to ``/server_info``, for each DP rank."""
-        output: InternalState = super().get_internal_state(recv_req)
+        output: GetInternalStateReqOutput = super().get_internal_state(recv_req)
         output.internal_state[STATE_KEY] = self._offline_state()
         return output
 

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import numpy as np
 from sglang.srt.arg_groups.model_override_base import resolved_view
+from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.mem_pool import EMPTY_SLOT
+from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import _make_abort_req
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
@@ -51,11 +53,7 @@ from ..compat.job_control import (
     TreeQuery,
     TreeQueryOutput,
 )
-from ..compat.offline_hooks import PENALTY_HOOK, check_hooks_took
 from ..compat.scheduler_types import (
-    AbortRequest,
-    LoRAManager,
-    PauseRequest,
     PrefillPlan,
     Req,
     ScheduleBatch,
@@ -110,7 +108,6 @@ class OfflineScheduler(MarkedScheduler):
     tier: ModelTier
 
     def get_init_info(self) -> dict[str, object]:
-        check_hooks_took((PENALTY_HOOK,))
         info = super().get_init_info()
         if _is_first_rank() and _replica() == 0:
             logger.info("%s.", self.tier)
@@ -366,7 +363,7 @@ class OfflineScheduler(MarkedScheduler):
             return bool(idle and not len(self.kv_manager.on_host))
         return bool(idle and not self._num_waiting)
 
-    def abort_request(self, recv_req: AbortRequest) -> None:
+    def abort_request(self, recv_req: AbortReq) -> None:
         for req in self.plan_scheduler.abort(
             recv_req.rid, everything=recv_req.abort_all
         ):
@@ -397,7 +394,7 @@ class OfflineScheduler(MarkedScheduler):
             reqs = [request.req for _, request in waiting]
             record_weight_version_events(reqs, old_version=old_version)
 
-    def pause_generation(self, recv_req: PauseRequest) -> None:
+    def pause_generation(self, recv_req: PauseGenerationReqInput) -> None:
         super().pause_generation(recv_req)
         if recv_req.mode == "retract":
             # New weights may be loaded meanwhile, and KV on the host is of the old ones.

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields, replace
 
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_policy import (
     AddReqResult,
     PrefillAdder,
@@ -24,7 +25,7 @@ from sglang.srt.managers.scheduler_components.output_streamer import (
     SchedulerOutputStreamer,
 )
 
-from ..compat.scheduler_types import LogitsOutput, Req, ScheduleBatch
+from ..compat.scheduler_types import Req, ScheduleBatch
 
 
 class OfflineOutputStreamer(SchedulerOutputStreamer):  # type: ignore[misc]
@@ -76,7 +77,7 @@ class OfflineResultProcessor(SchedulerBatchResultProcessor):  # type: ignore[mis
         batch: ScheduleBatch,
         result: object,
         i: int,
-        logits_output: LogitsOutput | None,
+        logits_output: LogitsProcessorOutput | None,
     ) -> None:
         if (
             req.finished_reason is not None

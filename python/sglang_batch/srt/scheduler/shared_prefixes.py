@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sglang.srt.mem_cache.base_prefix_cache import TreeLock
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
 from ...scheduling.job_state import JobState
 from ...scheduling.scheduled_request import ScheduledRequest
-from ..compat.scheduler_types import Req, TreeLock
+from ..compat.scheduler_types import Req
 from .kv.host_pool import HostKv
 from .kv.host_prefixes import Prompt
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache

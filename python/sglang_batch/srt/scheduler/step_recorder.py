@@ -312,16 +312,6 @@ class StepMetrics:
     ) -> None:
         # SGLang sets PROMETHEUS_MULTIPROC_DIR before it starts its processes, and
         # prometheus_client reads it when it is imported.
-        """Create the metrics, at most once in a registry.
-
-        Args:
-            labels: those of every metric, with their values.
-            host_use: called when metrics are published.
-            registry: prometheus_client's default registry if None.
-
-        Raises:
-            ValueError: the registry has these metrics already.
-        """
         from prometheus_client import REGISTRY, Counter, Gauge
 
         registry = REGISTRY if registry is None else registry

@@ -11,10 +11,11 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
+import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +125,7 @@ class Destinations:
 logger = logging.getLogger(__name__)
 
 
-class Listener:
+class Listener(socketserver.ThreadingTCPServer):
     """Receives the KV that prefill ranks send to this rank, in a thread for each.
 
     host: the address to listen on.
@@ -132,6 +133,9 @@ class Listener:
     on_lost: called with a prefill server's bootstrap address and the reason when one
         of its connections ends. Its requests that are not done never will be.
     """
+
+    daemon_threads = True
+    request_queue_size = 128
 
     def __init__(
         self,
@@ -144,41 +148,29 @@ class Listener:
         self._on_done = on_done
         self._on_lost = on_lost
         self.secret = secrets.token_urlsafe(16)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, 0), family=family, backlog=128)
-        self.port = int(self._socket.getsockname()[1])
-        self._closed = False
-        threading.Thread(target=self._accept, name="kv-listener", daemon=True).start()
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, 0), socketserver.BaseRequestHandler)
+        self.port = int(self.server_address[1])
+        threading.Thread(
+            target=self.serve_forever, name="kv-listener", daemon=True
+        ).start()
 
     def close(self) -> None:
         """Accept no more connections."""
-        self._closed = True
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        self.shutdown()
+        self.server_close()
 
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                connection, address = self._socket.accept()
-            except OSError as error:
-                if not self._closed:
-                    logger.error("No further connections for KV: %s", error)
-                return
-            serving = (connection, str(address[0]))
-            threading.Thread(
-                target=self._serve, args=serving, name="kv-reader", daemon=True
-            ).start()
-
-    def _serve(self, connection: socket.socket, peer: str) -> None:
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Read a connection to its end."""
+        connection: socket.socket = request
+        peer = str(client_address[0])
         sender, reason = "", "it closed the connection"
         try:
-            with connection:
-                frames.prepare_socket(connection)
-                reader = FrameReader(connection)
-                sender = self._greet(reader)
-                while self._receive(reader):
-                    pass
+            frames.prepare_socket(connection)
+            reader = FrameReader(connection)
+            sender = self._greet(reader)
+            while self._receive(reader):
+                pass
         except (BrokenFrame, OSError) as error:
             reason = str(error)
         except Exception as error:

@@ -28,12 +28,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
-from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import KVCache, MLATokenToKVPool
 from sglang.srt.runtime_context import get_parallel
 
 from ....errors import EngineError
 from ....scheduling.job_plan import StepCost
-from ...compat.scheduler_types import KvPool, Scheduler
+from ...compat.scheduler_types import Scheduler
 
 Run = tuple[int, int]
 """Consecutive pages: the first one and their number."""
@@ -192,11 +192,11 @@ BUFFER_BYTES = 128 << 20
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-def kv_buffers(pool: KvPool) -> list[torch.Tensor]:
+def kv_buffers(pool: KVCache) -> list[torch.Tensor]:
     """The KV of each layer, ``[slots, ...]``. The pool is of a type that is supported."""
     if isinstance(pool, MLATokenToKVPool):
         return list(pool.kv_buffer)
-    return [*pool.k_buffer, *pool.v_buffer]  # type: ignore[attr-defined]
+    return [*pool.k_buffer, *pool.v_buffer]
 
 
 def kv_rows(buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:

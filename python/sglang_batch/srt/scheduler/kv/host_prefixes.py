@@ -21,12 +21,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import (
+    InsertParams,
+    MatchPrefixParams,
+    MatchResult,
+)
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from ....scheduling.job_state import JobState
-from ...compat.scheduler_types import PrefixMatch, Req, TreeNode
+from ...compat.scheduler_types import Req
 from .host_pool import HostKv, Run, recompute_time_s
 from .offloading import KvOffloader
 
@@ -103,7 +107,7 @@ class HostPrefixes:
         return self._offloader.room.num_free * self._page_size
 
     def save(
-        self, job: JobState, prompt: Prompt, node: TreeNode, begin: int, end: int
+        self, job: JobState, prompt: Prompt, node: object, begin: int, end: int
     ) -> None:
         """Copy tokens [begin, end) of a prompt to the host, if there is room for them. They
         end at ``node`` in the tree, which holds all of them."""
@@ -162,7 +166,7 @@ class HostPrefixes:
         """
         if not self._saved:
             return 0
-        match: PrefixMatch = self._cache.match_prefix(
+        match: MatchResult = self._cache.match_prefix(
             MatchPrefixParams(key=prompt.key(depths[-1]))
         )
         matched, node = match.device_prefix_len, match.last_device_node
@@ -199,7 +203,7 @@ class HostPrefixes:
         would hold then: 0 if nothing of it is on the host."""
         if not self._saved or not depths:
             return [], 0
-        match: PrefixMatch = self._cache.match_prefix(
+        match: MatchResult = self._cache.match_prefix(
             MatchPrefixParams(key=prompt.key(depths[-1]))
         )
         parts = self._parts(prompt, depths, match.device_prefix_len)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from sglang.srt.mem_cache.common import release_kv_cache
 
@@ -135,7 +135,9 @@ class KvManager:
         self._cache = jobs.cache
         self._pinned = jobs.pinned
         self._prefixes = jobs.prefixes
-        self._offloader = jobs.offloader
+        # Without an offloader, no request is ever on the host.
+        self._offloads = jobs.offloader is not None
+        self._offloader = cast("KvOffloader", jobs.offloader)
         self._recorder = jobs.recorder
         self._page_size = jobs.page_size
         self.on_host = HostRequests(jobs)
@@ -231,7 +233,7 @@ class KvManager:
     def offload(self, request: ScheduledRequest) -> bool:
         """Move a running request of a job to the host; False if that is impossible."""
         known = self._registry.known(request.req)
-        if known is None or known[0] is None or self._offloader is None:
+        if known is None or known[0] is None or not self._offloads:
             return False
         job, req = known[0], request.req
         takes_steps = request.takes_steps(self._kv_accounting.clock)
@@ -249,7 +251,7 @@ class KvManager:
             # prefix is not worth that.
             if 2 * shared < req.kv.kv_committed_len:
                 shared = 0
-        if not self._make_host_room(self._offloader, job, request, shared):
+        if not self._make_host_room(job, request, shared):
             self._offloader.discard(req)
             self._requeue(req)
             self.on_host.num_recomputed += 1
@@ -266,21 +268,18 @@ class KvManager:
         return True
 
     def _make_host_room(
-        self,
-        offloader: KvOffloader,
-        job: JobState,
-        request: ScheduledRequest,
-        shared_len: int,
+        self, job: JobState, request: ScheduledRequest, shared_len: int
     ) -> bool:
         """Make room for a request on the host. False if it had better be computed again
         than the requests that are there."""
-        pages = offloader.num_pages(request.req, shared_len)
-        out = offloader.room.to_recompute(pages, self._recompute_time_s(job, request))
+        pages = self._offloader.num_pages(request.req, shared_len)
+        cost_s = self._recompute_time_s(job, request)
+        out = self._offloader.room.to_recompute(pages, cost_s)
         if out is None:
             return False
         for name in out:
             if self._pinned.host is None or not self._pinned.host.drop(name):
-                self._recompute(offloader, name)
+                self._recompute(name)
                 self.on_host.num_recomputed += 1
         return True
 
@@ -315,27 +314,27 @@ class KvManager:
     def resume(self, running_batch: ScheduleBatch) -> ScheduleBatch:
         """Resume offloaded requests, in the order in which they were offloaded. Returns the
         running batch with them, which is a new one if nothing ran."""
-        if not self.on_host.first or self._just_offloaded or self._offloader is None:
+        if not self.on_host.first or self._just_offloaded:
             return running_batch
         for rid, one in list(self.on_host.first.items()):
             if running_batch.reqs and not self.is_near(one.request):
                 break
-            need = self._tokens_to_resume(self._offloader, one)
+            need = self._tokens_to_resume(one)
             if need is None:  # a prefix of it is lost
-                self._recompute(self._offloader, rid)
+                self._recompute(rid)
                 self.on_host.num_recomputed += 1
                 continue
-            back = self._resume_one(self._offloader, running_batch, one, need)
+            back = self._resume_one(running_batch, one, need)
             if back is None:
                 break
             self.on_host.forget(rid)
             running_batch = _merged(running_batch, back)
         return running_batch
 
-    def _tokens_to_resume(self, offloader: KvOffloader, one: OnHost) -> int | None:
+    def _tokens_to_resume(self, one: OnHost) -> int | None:
         """KV to allocate for a request. None if its prefix is neither in the tree nor on
         the host."""
-        need = offloader.tokens_to_resume(one.kv)
+        need = self._offloader.tokens_to_resume(one.kv)
         if need is not None:
             return need
         accounting, shared = self._kv_accounting, one.kv.shared_len
@@ -343,17 +342,13 @@ class KvManager:
         if on_host:
             reserve = one.kv.num_tokens + accounting.growth + self._page_size
             self._prefixes.restore(one.job, one.request, reserve)
-            need = offloader.tokens_to_resume(one.kv)
+            need = self._offloader.tokens_to_resume(one.kv)
         if need is None and on_host and accounting.num_running > 0:
             return accounting.in_pages(one.kv.end)  # it fits later
         return need
 
     def _resume_one(
-        self,
-        offloader: KvOffloader,
-        running_batch: ScheduleBatch,
-        one: OnHost,
-        need: int,
+        self, running_batch: ScheduleBatch, one: OnHost, need: int
     ) -> ScheduleBatch | None:
         job, request = one.job, one.request
         rows = len(running_batch.reqs)
@@ -365,7 +360,7 @@ class KvManager:
         num_prefixes = self._jobs.num_locked + job.uses.num_newly_locked(request.node)
         if not self._kv_accounting.fits(request, locked, 0, num_prefixes):
             return None
-        back = self._load(offloader, one.kv, need)
+        back = self._load(one.kv, need)
         if back is None:
             return None
         job.done.start(request, -1, self._kv_accounting.usual_steps)
@@ -375,12 +370,10 @@ class KvManager:
         self._runs_again(one)
         return back
 
-    def _load(
-        self, offloader: KvOffloader, kv: OffloadedRequest, need: int
-    ) -> ScheduleBatch | None:
+    def _load(self, kv: OffloadedRequest, need: int) -> ScheduleBatch | None:
         reserve = self._kv_accounting.growth + self._page_size
         self._pinned.unpin_until_free(need + reserve)
-        back = offloader.resume(kv, reserve)
+        back = self._offloader.resume(kv, reserve)
         if back is not None:
             self.note_allocation()
             kv.req.time_stats.set_forward_entry_time()
@@ -403,14 +396,13 @@ class KvManager:
         """
         full = False
         for request in requests:
-            one, offloader = self.on_host.waiting[request.req.rid], self._offloader
-            assert offloader is not None
-            need = None if full else self._tokens_to_resume(offloader, one)
-            back = None if need is None else self._load(offloader, one.kv, need)
+            one = self.on_host.waiting[request.req.rid]
+            need = None if full else self._tokens_to_resume(one)
+            back = None if need is None else self._load(one.kv, need)
             if back is None:
                 put_back(one.job, self._kv_accounting, request)
                 if need is None and not full:
-                    self._recompute(offloader, request.req.rid)
+                    self._recompute(request.req.rid)
                     self.on_host.num_recomputed += 1
                 full = full or need is not None
                 continue
@@ -424,8 +416,7 @@ class KvManager:
     ) -> ScheduleBatch | None:
         """Have an online request run whose KV is on the host. Returns the running batch
         with it, or None if it does not fit."""
-        assert self._offloader is not None
-        back = self._load(self._offloader, kv, self._kv_accounting.in_pages(kv.end))
+        back = self._load(kv, self._kv_accounting.in_pages(kv.end))
         return None if back is None else _merged(running_batch, back)
 
     def received(self, kv: OffloadedRequest) -> None:
@@ -446,19 +437,18 @@ class KvManager:
         if self._pinned.host is not None:
             self._pinned.host.drop_all()
         for rid in [*self.on_host.first, *self.on_host.waiting]:
-            assert self._offloader is not None
-            self._recompute(self._offloader, rid)
+            self._recompute(rid)
             self.on_host.num_recomputed -= (
                 1  # neither the pool nor a prefix is to blame
             )
 
-    def _recompute(self, offloader: KvOffloader, rid: str) -> None:
+    def _recompute(self, rid: str) -> None:
         if rid in self.on_host.waiting:
             one = self.on_host.waiting[rid]
             one.job.take(one.request)
         one = self.on_host.forget(rid)
-        self._requeue(offloader.give_up(one.kv))
+        self._requeue(self._offloader.give_up(one.kv))
 
     def drop(self, request: ScheduledRequest) -> None:
-        if self._offloader is not None and request in self.on_host:
+        if request in self.on_host:
             self._offloader.drop(self.on_host.forget(request.req.rid).kv)

@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.allocator import (
     PagedTokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
 from sglang.srt.mem_cache.memory_pool import (
     MHATokenToKVPool,
@@ -43,7 +43,6 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from ....errors import EngineError
 from ...compat.scheduler_types import (
-    PrefixMatch,
     Req,
     ScheduleBatch,
     Scheduler,
@@ -413,7 +412,7 @@ class KvOffloader:
     def _give_kv(self, offloaded: OffloadedRequest, reserve: int) -> bool:
         if offloaded.runs is None:
             raise ValueError(f"request {offloaded.req.rid} is no longer offloaded.")
-        match: PrefixMatch = self._tree.match_prefix(
+        match: MatchResult = self._tree.match_prefix(
             MatchPrefixParams(key=_key(offloaded))
         )
         matched, node = match.device_prefix_len, match.last_device_node

@@ -21,7 +21,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    EvictResult,
+    MatchPrefixParams,
+    MatchResult,
+    TreeLock,
+)
 from sglang.srt.mem_cache.common import _req_radix_key
 from sglang.srt.mem_cache.registry import (
     create_unified_radix_cache,
@@ -33,7 +39,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from ....scheduling.job_state import JobState
 from ....scheduling.open_jobs import OpenJobs
 from ....scheduling.scheduled_request import ScheduledRequest
-from ...compat.scheduler_types import EvictResult, PrefixMatch, Req, TreeLock
+from ...compat.scheduler_types import Req
 from ...compat.support import CACHE_BACKEND
 from .host_prefixes import BLOCK, HostPrefixes, Prompt
 
@@ -136,7 +142,7 @@ class PlannedRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """Lock the first ``num_tokens`` of a request's prompt in the tree, for ``unlock``.
         None if the tree does not hold all of these tokens."""
         key = _req_radix_key(self, req, req.origin_input_ids, num_tokens)
-        found: PrefixMatch = self.match_prefix(MatchPrefixParams(key=key))
+        found: MatchResult = self.match_prefix(MatchPrefixParams(key=key))
         if found.device_prefix_len != num_tokens:
             return None
         lock: TreeLock = self.lock(found.last_device_node)

@@ -18,8 +18,9 @@ from copy import copy
 
 import torch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
 
-from ...compat.scheduler_types import Req, SamplingInfo, SamplingParams, ScheduleBatch
+from ...compat.scheduler_types import Req, ScheduleBatch
 
 
 def counts_tokens(params: SamplingParams) -> bool:
@@ -89,7 +90,7 @@ def count_retracted(batch: ScheduleBatch, vocab_size: int) -> None:
             _copy_row(alone.sampling_info, batch.sampling_info, row)
 
 
-def _copy_row(source: SamplingInfo, target: SamplingInfo, row: int) -> None:
+def _copy_row(source: SamplingBatchInfo, target: SamplingBatchInfo, row: int) -> None:
     penalizers = target.penalizer_orchestrator.penalizers
     for kind, counted in source.penalizer_orchestrator.penalizers.items():
         for name, value in vars(counted).items():

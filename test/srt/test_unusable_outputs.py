@@ -42,7 +42,7 @@ def output(url: str, result: object) -> RequestOutput:
     engine: Any = object.__new__(SGLangEngine)
     manager: Any = SimpleNamespace()
     engine._early_ends = EarlyEnds(manager)
-    engine._num_replicas = 1
+    engine.num_replicas = 1
     line: Any = SimpleNamespace(call=_Call(result), url=url, rid="x")
     found: RequestOutput = asyncio.run(engine._execute(line, None))
     return found

@@ -32,11 +32,15 @@ class CallItem:
         from SGLang.
     """
 
-    __slots__ = ("message", "obj", "over")
+    has_media = False  # calls with media are not planned
 
     def __init__(self, obj: EngineRequest, message: Message) -> None:
         self.obj = obj
         self.message = message
+        self.shareable_len = shareable_len(message)
+        self.adapter = message.lora_id or ""
+        self.namespace = namespace_of(message)
+        self.max_new_tokens, self.ignore_eos = output_limits(message)
         self.over: asyncio.Future[RequestOutput] = (
             asyncio.get_running_loop().create_future()
         )
@@ -44,30 +48,6 @@ class CallItem:
     @property
     def input_ids(self) -> list[int]:
         return list(self.message.input_ids or ())
-
-    @property
-    def shareable_len(self) -> int | None:
-        return shareable_len(self.message)
-
-    @property
-    def has_media(self) -> bool:
-        return False  # calls with media are not planned
-
-    @property
-    def adapter(self) -> str:
-        return self.message.lora_id or ""
-
-    @property
-    def namespace(self) -> str:
-        return namespace_of(self.message)
-
-    @property
-    def max_new_tokens(self) -> int:
-        return output_limits(self.message)[0]
-
-    @property
-    def ignore_eos(self) -> bool:
-        return output_limits(self.message)[1]
 
     async def watch(
         self, answers: AsyncGenerator[SequenceAnswer]

@@ -365,6 +365,11 @@ def found_limits(arguments: object) -> tuple[str, ...]:
     return tuple(found)
 
 
+def as_flag(name: str) -> str:
+    """The flag of a field of ``ServerArgs``."""
+    return "--" + name.replace("_", "-")
+
+
 def _as_given(name: str, value: object) -> str:
-    flag = "--" + name.replace("_", "-")
+    flag = as_flag(name)
     return flag if isinstance(value, bool | list | dict) else f"{flag} {value}"

@@ -156,8 +156,8 @@ class DenseEngine(SGLangEngine):
         )
 
     async def connect(self) -> None:
-        self._max_running_requests = self._settings.max_rows
-        self._default_max_inflight = max(
+        self.max_running_requests = self._settings.max_rows
+        self.default_max_inflight = max(
             MIN_INFLIGHT,
             2 * self._settings.max_rows,
             min(_MAX_INFLIGHT, _MAX_PROMPT_TOKENS // self._loaded.context_len),
@@ -355,22 +355,12 @@ def engine(
     settings: DenseSettings,
 ) -> Iterator[tuple[DenseEngine, asyncio.AbstractEventLoop]]:
     """As :func:`loaded_engine`, with an event loop for calls to the engine."""
-    loop = asyncio.new_event_loop()
-    try:
-        with loaded_engine(server_args, model, settings) as found:
-            yield found, loop
-    finally:
-        loop.run_until_complete(_cancel_tasks())
-        loop.run_until_complete(loop.shutdown_default_executor())
-        loop.close()
-
-
-async def _cancel_tasks() -> None:
-    """End what still runs on this event loop, such as the manager's own loop."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    # It ends the tasks that still run, such as the manager's own loop.
+    with (
+        asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner,
+        loaded_engine(server_args, model, settings) as found,
+    ):
+        yield found, runner.get_loop()
 
 
 def serve(

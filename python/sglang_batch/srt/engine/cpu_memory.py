@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.arg_groups import overrides
 from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
 
-from ...errors import ConfigError
-from ...planner.costs.model_spec import TYPICAL_MODEL, ModelSpec
+from .machine import model_spec
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -46,10 +45,7 @@ def limit_cpu_memory(server_args: ServerArgs) -> None:
     kv_dtype = view.kv_cache_dtype
     if kv_dtype == "auto":
         kv_dtype = str(model.dtype).removeprefix("torch.")
-    try:
-        spec = ModelSpec.from_hf_config(model.hf_config.to_dict(), kv_dtype=kv_dtype)
-    except ConfigError:
-        spec = TYPICAL_MODEL
+    spec = model_spec(model.hf_config, kv_dtype=kv_dtype)
     # Each attention rank has KV of its own.
     bytes_per_token = spec.kv_bytes_per_token * spec.kv_replicas(view.tp_size)
     bytes_per_token *= view.attn_dp_size

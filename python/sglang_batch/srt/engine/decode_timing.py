@@ -23,21 +23,17 @@ ARGUMENTS = ("--decode-log-interval=1",)
 
 
 class DecodeTimer:
-    """Runs batches on a connected engine that does nothing else, on its event loop."""
+    """Runs batches on a connected engine that does nothing else, on its event loop.
+
+    context_len: most tokens of a request, with its answer.
+    """
 
     def __init__(self, engine: SGLangEngine) -> None:
         self.engine = engine
         self._manager = engine.manager
         self._num_batches = 0
-
-    @property
-    def context_len(self) -> int:
-        """Most tokens of a request, with its answer."""
-        return self._manager.context_len
-
-    @property
-    def vocab_size(self) -> int:
-        return self._manager.model_config.vocab_size
+        self.context_len = self._manager.context_len
+        self.vocab_size = self._manager.model_config.vocab_size
 
     async def key(self) -> RowShareKey:
         """The key of a measurement on this engine."""

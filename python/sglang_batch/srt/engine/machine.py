@@ -52,10 +52,18 @@ def machine_of(manager: TokenizerManager, state: SchedulerState) -> Machine:
     ours = state[STATE_KEY]
     cost = datasheet_cost(manager, state)
     if manager.server_args.offline_config.learn_costs:
-        cost = timed_cost(cost, engine_key(manager, state))
+        law = kept_law(cost, engine_key(manager, state))
+        if law is not None:
+            logger.info(
+                "Planning with the costs of %d timed steps, half of which are within "
+                "%.0f %%",
+                law.num_samples,
+                100 * law.noise,
+            )
+            cost = law.applied(cost)
     # From the scheduler: SGLang has filled in the arguments that the user left out.
     step_tokens = int(ours["step_tokens"])
-    second: Any = ours.get("second_pool")
+    second = ours.get("second_pool")
     pool = machine_model.PoolShares(*second) if second else machine_model.NO_POOL
     limits = machine_model.EngineLimits(
         kv_capacity_tokens=int(state["memory_usage"]["token_capacity"]),
@@ -85,7 +93,7 @@ def datasheet_cost(manager: TokenizerManager, state: SchedulerState) -> CostMode
     )
     row_share = measured_row_share(row_share_key(manager, state, spec))
     # From the trial at start, on a GPU.
-    exponent: Any = ours.get("split_exponent", NO_OVERLAP)
+    exponent = ours.get("split_exponent", NO_OVERLAP)
     return replace(cost, row_share=float(row_share), split_exponent=float(exponent))
 
 
@@ -224,24 +232,21 @@ def timed_steps_key(
     device: the driver's name, None for a CPU.
     """
     return TimedStepsKey(
-        device=_timed_device(device),
-        model=_digest(spec),
+        **_names(device, spec, parallel),
         attention_backend=_attention_backend(state),
-        parallelism=_spread(parallel),
         mixed=bool(state[STATE_KEY]["mixed_chunk"]),
     )
 
 
-def _timed_device(name: str | None) -> str:
-    return name or f"cpu, {torch.get_num_threads()} threads"
-
-
-def _digest(spec: ModelSpec) -> str:
-    return hashlib.sha256(repr(spec).encode()).hexdigest()[:16]
-
-
-def _spread(parallel: Parallelism) -> str:
-    return f"TP{parallel.tp} ranks{parallel.attention_ranks} EP{parallel.ep}"
+def _names(
+    device: str | None, spec: ModelSpec, parallel: Parallelism
+) -> dict[str, str]:
+    return {
+        "device": device or f"cpu, {torch.get_num_threads()} threads",
+        "model": hashlib.sha256(repr(spec).encode()).hexdigest()[:16],
+        "parallelism": f"TP{parallel.tp} ranks{parallel.attention_ranks} "
+        f"EP{parallel.ep}",
+    }
 
 
 def planned_law(
@@ -251,8 +256,7 @@ def planned_law(
 
     For plans that start no engine. None if none has timed its steps.
     """
-    named = _timed_device(device), _digest(spec), _spread(parallel)
-    kept = measured.newest_steps(*named)
+    kept = measured.newest_steps(**_names(device, spec, parallel))
     if kept is None:
         return None
     law = fit_step_law(samples_array(_samples(kept)), cost)
@@ -262,19 +266,6 @@ def planned_law(
 def _samples(kept: TimedSteps | None) -> list[StepSample]:
     found = kept.samples if kept is not None else []
     return [StepSample(*each) for each in found if len(each) == _WIDTH]
-
-
-def timed_cost(cost: CostModel, key: TimedStepsKey) -> CostModel:
-    """The costs by the steps that were kept for this engine, or as they are."""
-    law = kept_law(cost, key)
-    if law is None:
-        return cost
-    logger.info(
-        "Planning with the costs of %d timed steps, half of which are within %.0f %%",
-        law.num_samples,
-        100 * law.noise,
-    )
-    return law.applied(cost)
 
 
 def kept_law(cost: CostModel, key: TimedStepsKey) -> StepLaw | None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...batch_api.protocol import TRANSCRIPTIONS_URL
 from ...errors import EngineError
-from ...job.engine import SAMPLE_URL, KvUse
+from ...job.engine import SAMPLE_URL, KvUse, ReplicaChanges
 from ...planner.machine_model import Machine
 from ...request import BatchRequestInput, RequestOutput, line_request_id
 from ...scheduling.job_plan import JobPlan
@@ -98,6 +98,7 @@ class SGLangEngine:
     """
 
     find_pairing: ClassVar[Callable[[Any], Any]] = staticmethod(lambda _: None)
+    replica_changes: ReplicaChanges | None = None
 
     def __init__(
         self,
@@ -107,12 +108,12 @@ class SGLangEngine:
         self.manager = manager
         holding = HoldingManager(manager)
         self._endpoints = ServingEndpoints(holding, template_manager)
-        self._default_max_inflight = MIN_INFLIGHT
-        self._max_running_requests = 0
+        self.default_max_inflight = MIN_INFLIGHT
+        self.max_running_requests = 0
         self._media_room = asyncio.Semaphore(MEDIA_AHEAD)
         self.learnt: LearntMachine | None = None
         self._job_control: Callable[[JobControl], Any] | None = None
-        self._num_replicas = 1
+        self.num_replicas = 1
         self._running_query: asyncio.Future[dict[str, float]] | None = None
         # The plans of open jobs that the schedulers have.
         self._last_plans: dict[str, Sequence[JobPlan]] = {}
@@ -130,16 +131,8 @@ class SGLangEngine:
         return tuple(dict.fromkeys((first, manager.served_model_name)))
 
     @property
-    def default_max_inflight(self) -> int:
-        return self._default_max_inflight
-
-    @property
     def is_paused(self) -> bool:
         return self.manager.is_pause
-
-    @property
-    def max_running_requests(self) -> int:
-        return self._max_running_requests
 
     @property
     def machine(self) -> Machine:
@@ -175,22 +168,14 @@ class SGLangEngine:
             int(state.get("effective_max_running_requests_per_dp") or 0)
             for state in states
         )
-        self._max_running_requests = running
+        self.max_running_requests = running
         self._media_room = asyncio.Semaphore(running + MEDIA_AHEAD)
-        self._default_max_inflight = max(MIN_INFLIGHT, 2 * running)
+        self.default_max_inflight = max(MIN_INFLIGHT, 2 * running)
         self.learnt = LearntMachine(self.manager, states[0])
-        self._num_replicas = len(states)
+        self.num_replicas = len(states)
         if "jobs" in states[0][STATE_KEY]:  # not with SGLang's own scheduler
             channel = control.channel_of(self.manager, control.JobControlOutput)
             self._job_control = channel
-
-    @property
-    def num_replicas(self) -> int:
-        return self._num_replicas
-
-    @property
-    def replica_changes(self) -> None:
-        return None
 
     async def kv_use(self) -> KvUse | None:
         if self._job_control is None:
@@ -396,7 +381,7 @@ class SGLangEngine:
 
     async def _execute(self, prepared: Prepared, replica: int | None) -> RequestOutput:
         call = prepared.call
-        fields = {"routed_dp_rank": replica} if self._num_replicas > 1 else {}
+        fields = {"routed_dp_rank": replica} if self.num_replicas > 1 else {}
         failure: Exception | None = None
         answer: object = None
         with self._early_ends.executing(prepared.rid):

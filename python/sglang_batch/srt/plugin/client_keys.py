@@ -20,14 +20,11 @@ from ...server.access.keys import ANYBODY, Role, digest, given_keys, read_api_ke
 from ...server.http.authorization import AccessControl, current_caller
 from ...store.batch_store import BatchStore
 from ..compat.server_types import EngineRequest, TokenizerManager
+from ..compat.support import as_flag
 from ..engine.request_ids import has_our_id
 
 SOURCE = "sglang-batch: keys"
 _KEY_OPTIONS = ("api_key", "admin_api_key")
-
-
-def _flag(option: str) -> str:
-    return f"--{option.replace('_', '-')}"
 
 
 def check_client_keys(values: Mapping[str, object], config: OfflineBatchConfig) -> None:
@@ -36,7 +33,7 @@ def check_client_keys(values: Mapping[str, object], config: OfflineBatchConfig) 
     Raises:
         ConfigError: calls could avoid the keys, or the file of keys is invalid.
     """
-    flags = [_flag(name) for name in _KEY_OPTIONS if values.get(name)]
+    flags = [as_flag(name) for name in _KEY_OPTIONS if values.get(name)]
     if config.api_keys is not None:
         flags.append("api_keys in --offline-batch-config")
     if not flags:
@@ -58,7 +55,7 @@ def check_client_keys(values: Mapping[str, object], config: OfflineBatchConfig) 
         caller = named.get(digest(key.encode()))
         if caller is not None:
             raise ConfigError(
-                f"{_flag(option)} is also the key of {caller.name!r} in "
+                f"{as_flag(option)} is also the key of {caller.name!r} in "
                 f"{config.api_keys}, which would have two roles; use different keys."
             )
 

@@ -22,7 +22,7 @@ from ...config import OfflineBatchConfig
 from ...errors import ConfigError, SGLangBatchError, did_you_mean, refuse
 from ..compat import support
 from ..compat.offline_hooks import FLAG_HOOKS
-from ..compat.support import ATTENTION_BACKEND, TRANSFER_BACKEND
+from ..compat.support import ATTENTION_BACKEND, TRANSFER_BACKEND, as_flag
 from .scheduler_process import enter_offline_child
 
 logger = logging.getLogger(__name__)
@@ -155,14 +155,10 @@ def from_cli_args(
         return record
     for name in COMPANIONS:
         if getattr(args, name, None) is not None:
-            refuse(f"{_as_flag(name)} needs --offline-batch.")
+            refuse(f"{as_flag(name)} needs --offline-batch.")
     for name, value in ours(vars(args)):
-        refuse(f"{_as_flag(name)} {value} needs --offline-batch.")
+        refuse(f"{as_flag(name)} {value} needs --offline-batch.")
     return original(cls, args)
-
-
-def _as_flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def make_server_args(**kwargs: Any) -> stock.ServerArgs:
@@ -226,7 +222,7 @@ def _activate(values: dict[str, Any]) -> None:
     config = _parsed(values.get("offline_batch_config"), mode, backend)
     for name in UNSUPPORTED:
         if values.get(name):
-            flag = _as_flag(name)
+            flag = as_flag(name)
             raise ConfigError(f"--offline-batch does not work with {flag}; drop one.")
     if envs.SGLANG_RUST_SERVER.get():
         raise ConfigError(

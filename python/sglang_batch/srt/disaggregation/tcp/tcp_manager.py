@@ -7,10 +7,12 @@ page. A layer of an MHA pool has two buffers, keys and values, one of an MLA poo
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -19,6 +21,8 @@ from sglang.srt.runtime_context import get_device, get_parallel
 
 from ....errors import EngineError
 from .frames import Layout
+
+logger = logging.getLogger(__name__)
 
 Indices = npt.NDArray[np.integer]
 
@@ -185,8 +189,14 @@ class TcpManager(CommonKVManager):  # type: ignore[misc]
 
         def run() -> None:
             while True:
-                if (parts := receive()) is not None:
-                    handle(parts)
+                parts = receive()
+                try:
+                    if parts is not None:
+                        handle(parts)
+                except msgspec.MsgspecError as error:
+                    logger.warning("A control message cannot be read: %s", error)
+                except Exception:  # the thread must see the next message
+                    logger.exception("A control message was not handled")
 
         threading.Thread(target=run, name=name, daemon=True).start()
 

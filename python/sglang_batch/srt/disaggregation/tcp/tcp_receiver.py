@@ -225,18 +225,15 @@ class TcpDecodeManager(TcpManager):
         self._start_heartbeat_checker_thread()
 
     def _handle(self, parts: list[bytes]) -> None:
-        try:
-            status = self.parse_kv_status_message(parts)
-            if status is not None:
-                room, poll, rank, reason = status
-                self.apply_prefill_status(
-                    bootstrap_room=room,
-                    status=poll,
-                    prefill_rank=rank,
-                    failure_reason=reason,
-                )
-        except Exception:  # the thread must see the next message
-            logger.exception("A control message was not handled")
+        status = self.parse_kv_status_message(parts)
+        if status is not None:
+            room, poll, rank, reason = status
+            self.apply_prefill_status(
+                bootstrap_room=room,
+                status=poll,
+                prefill_rank=rank,
+                failure_reason=reason,
+            )
 
     def _done(self, done: Done) -> None:
         self.apply_prefill_status(

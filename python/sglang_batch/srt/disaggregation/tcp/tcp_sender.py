@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import (
@@ -75,13 +74,9 @@ class Link:
         self._chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         self._connection: socket.socket | None = None
         self._lock = threading.Lock()
-        self._lost = False
+        self.is_lost = False
         self.sent_bytes = 0
         threading.Thread(target=self._run, name="kv-sender", daemon=True).start()
-
-    @property
-    def is_lost(self) -> bool:
-        return self._lost
 
     def send(self, chunk: Chunk) -> None:
         """Send a chunk after all that were given before."""
@@ -96,7 +91,7 @@ class Link:
             connection = socket.create_connection(self._address, timeout=CONNECT_S)
             frames.prepare_socket(connection)
             self._connection = connection
-            if self._lost:  # closed meanwhile
+            if self.is_lost:  # closed meanwhile
                 connection.close()
                 return
             frames.send_frame(connection, self._hello)
@@ -137,7 +132,7 @@ class Link:
         """Notice the end of the connection while there is nothing to send."""
         connection = self._connection
         assert connection is not None
-        while not self._lost:
+        while not self.is_lost:
             try:
                 if not connection.recv(1):
                     self._lose("the decode rank closed the connection")
@@ -148,9 +143,9 @@ class Link:
 
     def _lose(self, reason: str) -> None:
         with self._lock:
-            if self._lost:
+            if self.is_lost:
                 return
-            self._lost = True
+            self.is_lost = True
         self._chunks.put(None)
         if self._connection is not None:
             with suppress(OSError):
@@ -240,18 +235,13 @@ class TcpPrefillManager(TcpManager):
     # Decode ranks ---------------------------------------------------------------------
 
     def _handle(self, parts: list[bytes]) -> None:
-        try:
-            message = frames.decode(parts)
-            if isinstance(message, Registration):
-                self._register(message)
-            elif message is not None:
-                self._open(message)
-            elif (abort := AbortNotification.from_zmq(parts)) is not None:
-                self._give_up(abort.room, "The decode server gave the request up.")
-        except msgspec.MsgspecError as error:
-            logger.warning("A control message cannot be read: %s", error)
-        except Exception:  # the thread must see the next message
-            logger.exception("A control message was not handled")
+        message = frames.decode(parts)
+        if isinstance(message, Registration):
+            self._register(message)
+        elif message is not None:
+            self._open(message)
+        elif (abort := AbortNotification.from_zmq(parts)) is not None:
+            self._give_up(abort.room, "The decode server gave the request up.")
 
     def _register(self, new: Registration) -> None:
         old = self._peers.pop(new.session, None)

@@ -213,10 +213,17 @@ def metadata(rows: int, value: int) -> tuple[PageBuffers, torch.Tensor]:
 
 @dataclass
 class _Rooms:
-    """The prefill side's requests."""
+    """The prefill side's buffers and requests."""
 
+    kv: PageBuffers
+    aux: PageBuffers
+    rank: int = 3
     live: bool = True
     ended: dict[int, str] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+
+    def lost(self, link: Link, reason: str) -> None:
+        self.reasons.append(reason)
 
     def is_live(self, room: int) -> bool:
         return self.live
@@ -229,10 +236,11 @@ class Ends:
     """Both ends of a connection, and what they tell."""
 
     def __init__(self, source: Any, target: Any, secret: str | None = None) -> None:
-        self.rooms = _Rooms()
+        self.source_aux, self.source_aux_tensor = metadata(4, 5)
+        self.rooms = _Rooms(buffers_of(source), self.source_aux)
         self.done: list[Done] = []
         self.lost: list[tuple[str, str]] = []
-        self.link_lost: list[str] = []
+        self.link_lost = self.rooms.reasons
         self.aux, self.aux_tensor = metadata(4, 0)
         self.destinations = Destinations(buffers_of(target), self.aux)
         self.listener = Listener(
@@ -241,15 +249,11 @@ class Ends:
             self.done.append,
             lambda address, reason: self.lost.append((address, reason)),
         )
-        self.source_aux, self.source_aux_tensor = metadata(4, 5)
+        manager: Any = self.rooms
         self.link = Link(
             ("127.0.0.1", self.listener.port),
             Hello(secret or self.listener.secret, ADDRESS),
-            3,
-            buffers_of(source),
-            self.source_aux,
-            self.rooms,
-            lambda link, reason: self.link_lost.append(reason),
+            manager,
         )
 
     def close(self) -> None:
@@ -404,19 +408,10 @@ def test_each_side_notices_that_the_other_is_gone(
 def test_a_link_to_nobody_is_lost_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    lost: list[str] = []
-    pool = mha_pool(1, 1)
-    tcp_sender = Link(
-        ("127.0.0.1", port),
-        Hello("secret", ADDRESS),
-        0,
-        buffers_of(pool),
-        metadata(1, 0)[0],
-        _Rooms(),
-        lambda link, reason: lost.append(reason),
-    )
-    wait_until(lambda: lost)
-    assert tcp_sender.is_lost and "refused" in lost[0]
+    manager: Any = _Rooms(buffers_of(mha_pool(1, 1)), metadata(1, 0)[0])
+    link = Link(("127.0.0.1", port), Hello("secret", ADDRESS), manager)
+    wait_until(lambda: manager.reasons)
+    assert link.is_lost and "refused" in manager.reasons[0]
 
 
 @pytest.mark.parametrize("rows", [[-1], [NUM_TOKENS + 10]])

@@ -77,14 +77,11 @@ class PrefillServer:
 
 class PrefillServers:
     """Watches the prefill servers, and gives them requests and the plans of open jobs, all on
-    the event loop of :meth:`start`.
+    the event loop of :meth:`start`."""
 
-    key: sent with every call. None takes it from ``SGLANG_BATCH_API_KEY``.
-    """
-
-    def __init__(self, urls: Sequence[str], key: str | None = None) -> None:
+    def __init__(self, urls: Sequence[str]) -> None:
         self.servers = [PrefillServer(url) for url in urls]
-        self._headers = calls.authorization(key)
+        self._headers = calls.authorization()
         # Several decode servers may have jobs of the same name.
         self.name = uuid.uuid4().hex[:12]
         self._jobs: dict[str, JobCall] = {}

@@ -44,12 +44,9 @@ _NOT_SENT = {
 }
 
 
-def authorization(key: str | None = None) -> dict[str, str]:
-    """The HTTP headers of calls to prefill servers that have keys.
-
-    key: None for that of ``SGLANG_BATCH_API_KEY``.
-    """
-    key = os.environ.get("SGLANG_BATCH_API_KEY") if key is None else key
+def authorization() -> dict[str, str]:
+    """The HTTP headers of calls to prefill servers, with ``SGLANG_BATCH_API_KEY``."""
+    key = os.environ.get("SGLANG_BATCH_API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 

@@ -23,7 +23,7 @@ from ...scheduling.kv_accounting import (
 )
 from ...scheduling.open_jobs import CommonPrefixes, OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
-from ..compat.scheduler_types import Req
+from ..compat.scheduler_types import Req, Scheduler
 from .kv.host_prefixes import HostPrefixes, Prompt
 from .kv.offloading import KvOffloader
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
@@ -109,6 +109,28 @@ class EngineJobs:
         if cache.supports_mamba():
             ends = self.registry.stops
         cache.attach(self.pinned, self.registry.released, ends)
+
+
+class SchedulerPart:
+    """A part of a scheduler in its engine, with what all of them share.
+
+    Args:
+        scheduler: SGLang's.
+        jobs: see :class:`EngineJobs`, whose attributes these are.
+    """
+
+    def __init__(self, scheduler: Scheduler, jobs: EngineJobs) -> None:
+        self._scheduler = scheduler
+        self._jobs = jobs.open
+        self._registry = jobs.registry
+        self._kv_accounting = jobs.kv_accounting
+        self._micro_batches = jobs.micro_batches
+        self._cache = jobs.cache
+        self._pinned = jobs.pinned
+        self._prefixes = jobs.prefixes
+        self._recorder = jobs.recorder
+        self._step_tokens = jobs.step_tokens
+        self._page_size = jobs.page_size
 
 
 class RequestRegistry:

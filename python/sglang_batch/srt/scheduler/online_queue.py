@@ -6,7 +6,7 @@ from ...planner.requests import ONLINE
 from ...scheduling.job_state import DEFAULT_EST_DECODE_STEPS, UNPLANNED_POSITION
 from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import Req, ScheduleBatch, Scheduler
-from .engine_jobs import EngineJobs
+from .engine_jobs import EngineJobs, SchedulerPart
 from .kv.kv_manager import KvManager
 from .kv.offloading import drain_results
 from .mixed_batch import num_rows
@@ -15,24 +15,18 @@ from .mixed_batch import num_rows
 _HEADROOM_STEPS = 16
 
 
-class OnlineQueue:
+class OnlineQueue(SchedulerPart):
     """SGLang's waiting queue, which holds online requests only."""
 
     def __init__(
         self, scheduler: Scheduler, jobs: EngineJobs, kv_manager: KvManager
     ) -> None:
+        super().__init__(scheduler, jobs)
         # Whether the KV of all tokens but the last of each request is on the host.
         self._on_host = jobs.decode_only
-        self._scheduler = scheduler
-        self._jobs = jobs.open
-        self._registry = jobs.registry
-        self._kv_accounting = jobs.kv_accounting
         self._in_pages = jobs.kv_accounting.in_pages
         self._kv_manager = kv_manager
-        self._pinned = jobs.pinned
         self._adapters = jobs.adapters
-        self._step_tokens = jobs.step_tokens
-        self._page_size = jobs.page_size
         self._drained = False
         # A request that did not fit although room was made, and the number of online
         # requests that ran then.

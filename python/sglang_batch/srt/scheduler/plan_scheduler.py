@@ -38,7 +38,7 @@ from ..compat.scheduler_types import (
     Scheduler,
 )
 from ..engine.media import num_placeholders
-from .engine_jobs import EngineJobs
+from .engine_jobs import EngineJobs, SchedulerPart
 from .kv.kv_manager import KvManager
 from .kv.token_counts import count_retracted
 from .mixed_batch import FastMembership, StepsApart, can_mix, has_decodes, num_rows
@@ -74,7 +74,7 @@ class _Step:
         return not self.choice.requests and not self.grammars
 
 
-class PlanScheduler:
+class PlanScheduler(SchedulerPart):
     """Carries out the plans of one scheduler process."""
 
     def __init__(
@@ -85,22 +85,12 @@ class PlanScheduler:
         online: OnlineQueue,
         hooks: Sequence[StepHook] = (),
     ) -> None:
-        self._scheduler = scheduler
-        self._jobs = jobs.open
-        self._registry = jobs.registry
-        self._kv_accounting = jobs.kv_accounting
+        super().__init__(scheduler, jobs)
         self._kv_manager = kv_manager
         self._online = online
-        self._cache = jobs.cache
-        self._pinned = jobs.pinned
-        self._prefixes = jobs.prefixes
-        self._recorder = jobs.recorder
         self._apart = StepsApart(scheduler, jobs.open, jobs.kv_accounting)
         self._adapters = jobs.adapters
-        self._micro_batches = jobs.micro_batches
         self._tokens = jobs.tokens
-        self._step_tokens = jobs.step_tokens
-        self._page_size = jobs.page_size
         self._hooks = hooks
 
     def abort(self, rid: str, *, everything: bool) -> list[Req]:

@@ -8,7 +8,7 @@ import queue
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from sglang.srt.disaggregation.common.conn import (
 
 from . import frames
 from .frames import Done, Hello, Pages, Registration, RoomOpened
-from .tcp_manager import Indices, PageBuffers, TcpManager
+from .tcp_manager import Indices, TcpManager
 
 logger = logging.getLogger(__name__)
 
@@ -50,27 +50,19 @@ class Link:
     """Sends KV to one decode rank, in the order in which it is given.
 
     address: host and port of the decode rank's listener.
-    rank: the number of this prefill rank.
-    on_lost: called once, with this link and the reason, when the connection ends.
+    manager: has the buffers and the requests, and is told once when the connection ends.
     """
 
     def __init__(
         self,
         address: tuple[str, int],
         hello: Hello,
-        rank: int,
-        kv: PageBuffers,
-        aux: PageBuffers,
-        rooms: TcpPrefillManager,
-        on_lost: Callable[[Link, str], None],
+        manager: TcpPrefillManager,
     ) -> None:
         self._address = address
         self._hello = hello
-        self._rank = rank
-        self._kv = kv
-        self._aux = aux
-        self._rooms = rooms
-        self._on_lost = on_lost
+        self._manager = manager
+        self._kv = manager.kv
         self._chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         self._connection: socket.socket | None = None
         self._lock = threading.Lock()
@@ -108,18 +100,18 @@ class Link:
         for event in chunk.after:
             event.synchronize()
         for first, rows in self._parts(chunk):
-            if not self._rooms.is_live(chunk.room):
+            if not self._manager.is_live(chunk.room):
                 return
             pages = Pages(chunk.room, first, len(rows))
             self.sent_bytes += frames.send_frame(connection, pages, self._kv.read(rows))
         # The pages of a request that was given up may belong to another one by now, so
         # it must not end as if they were right.
-        if chunk.aux_row is None or not self._rooms.is_live(chunk.room):
+        if chunk.aux_row is None or not self._manager.is_live(chunk.room):
             return
-        done = Done(chunk.room, chunk.first + len(chunk.rows), self._rank)
-        aux = self._aux.read(np.array([chunk.aux_row]))
+        done = Done(chunk.room, chunk.first + len(chunk.rows), self._manager.rank)
+        aux = self._manager.aux.read(np.array([chunk.aux_row]))
         frames.send_frame(connection, done, aux)
-        self._rooms.sent(chunk.room)
+        self._manager.sent(chunk.room)
 
     def _parts(self, chunk: Chunk) -> Iterator[tuple[int, Indices]]:
         most = max(
@@ -151,7 +143,7 @@ class Link:
             with suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
-        self._on_lost(self, reason)
+        self._manager.lost(self, reason)
 
 
 # Rooms that the decode side gave up before their request came, which are remembered.
@@ -184,6 +176,7 @@ class TcpPrefillManager(TcpManager):
         self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False
     ) -> None:
         super().__init__(args, mode, server_args, is_mla_backend)
+        self.rank = int(self._prefill_unique_rank())
         self._peers: dict[str, _Peer] = {}
         self._given_up: OrderedDict[int, str] = OrderedDict()
         # Rooms whose request is here.
@@ -253,9 +246,7 @@ class TcpPrefillManager(TcpManager):
             self._peers[new.session] = _Peer(new, None, refusal)
             return
         hello = Hello(new.secret, new.bootstrap_addr)
-        rank = int(self._prefill_unique_rank())
-        address = new.host, new.port
-        link = Link(address, hello, rank, self.kv, self.aux, self, self._lost)
+        link = Link((new.host, new.port), hello, self)
         self._peers[new.session] = _Peer(new, link)
 
     def _open(self, message: RoomOpened) -> None:
@@ -295,7 +286,8 @@ class TcpPrefillManager(TcpManager):
         while len(self._given_up) > MOST_GIVEN_UP:
             self._given_up.popitem(last=False)
 
-    def _lost(self, link: Link, reason: str) -> None:
+    def lost(self, link: Link, reason: str) -> None:
+        """The connection of a link has ended."""
         for session, peer in list(self._peers.items()):
             if peer.link is link:
                 to = peer.registration

@@ -13,6 +13,7 @@ from ....scheduling.length_backlog import LengthBacklog, LengthBacklogs, fill_ah
 from ....scheduling.next_step import Filling
 from ....scheduling.scheduled_request import ScheduledRequest
 from ...compat.scheduler_types import ScheduleBatch
+from ..engine_jobs import SchedulerPart
 from ..kv.host_pool import HostKv
 from ..kv.kv_manager import OnHost
 from ..kv.offloading import OffloadedRequest, drain_results
@@ -23,7 +24,7 @@ from .prefetch import KvPrefetch, make_prefetch
 _MOST_UPCOMING = 64
 
 
-class AlignedSteps(StepHook):
+class AlignedSteps(SchedulerPart, StepHook):
     """Parks rows, prefetches KV and computes prompts ahead, in one scheduler.
 
     Args:
@@ -35,11 +36,7 @@ class AlignedSteps(StepHook):
 
     def __init__(self, scheduler: Any, backlogs: LengthBacklogs) -> None:
         config, jobs = scheduler.server_args.offline_config, scheduler.jobs
-        self._scheduler = scheduler
-        self._jobs = jobs.open
-        self._kv_accounting = jobs.kv_accounting
-        self._prefixes = jobs.prefixes
-        self._page_size = jobs.page_size
+        super().__init__(scheduler, jobs)
         self._offloader = jobs.offloader
         self._kv_manager = scheduler.kv_manager
         self._on_host = scheduler.kv_manager.on_host

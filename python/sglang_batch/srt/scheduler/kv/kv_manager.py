@@ -11,7 +11,7 @@ from ....scheduling.job_state import JobState
 from ....scheduling.next_step import always, put_back
 from ....scheduling.scheduled_request import ScheduledRequest
 from ...compat.scheduler_types import Req, ScheduleBatch, Scheduler
-from ..engine_jobs import EngineJobs
+from ..engine_jobs import EngineJobs, SchedulerPart
 from ..step_recorder import HostUse
 from .host_pool import recompute_time_s
 from .offloading import KvOffloader, OffloadedRequest, can_offload, drain_results
@@ -117,7 +117,7 @@ def _merged(running_batch: ScheduleBatch, back: ScheduleBatch) -> ScheduleBatch:
     return running_batch
 
 
-class KvManager:
+class KvManager(SchedulerPart):
     """Moves requests between the device's KV and the host.
 
     Attributes:
@@ -128,18 +128,10 @@ class KvManager:
     """
 
     def __init__(self, scheduler: Scheduler, jobs: EngineJobs) -> None:
-        self._scheduler = scheduler
-        self._jobs = jobs.open
-        self._registry = jobs.registry
-        self._kv_accounting = jobs.kv_accounting
-        self._cache = jobs.cache
-        self._pinned = jobs.pinned
-        self._prefixes = jobs.prefixes
+        super().__init__(scheduler, jobs)
         # Without an offloader, no request is ever on the host.
         self._offloads = jobs.offloader is not None
         self._offloader = cast("KvOffloader", jobs.offloader)
-        self._recorder = jobs.recorder
-        self._page_size = jobs.page_size
         self.on_host = HostRequests(jobs)
         self.is_near: Callable[[ScheduledRequest], bool] = always
         self._alone = jobs.micro_batches.number == 1

@@ -19,6 +19,7 @@ from sglang.srt.runtime_context import get_parallel
 from ...errors import ConfigError, EngineError
 from ..compat import support
 from ..compat.support import ATTENTION_BACKEND
+from . import attention_backend
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -43,8 +44,6 @@ def make_backend(model_runner: ModelRunner) -> AttentionBackend:
     from sglang.srt.arg_groups.model_override_base import get_default_attn_backend
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from .attention_backend import share
-
     found = model_obstacle(model_runner)
     if found is not None:
         raise ConfigError(
@@ -57,7 +56,7 @@ def make_backend(model_runner: ModelRunner) -> AttentionBackend:
     names = ("fa3", "flashinfer", "torch_native")
     make = ATTENTION_BACKENDS[name if name in names else "triton"]
     backend: AttentionBackend = make(model_runner)
-    share(backend, model_runner)
+    attention_backend.share(backend, model_runner)
     return backend
 
 
@@ -88,11 +87,9 @@ def share_by_default(model_runner: ModelRunner) -> None:
     backend = model_runner.attn_backend
     kind = type(backend)
     why = "another rank cannot read shared prefixes once"
-    from .attention_backend import share
-
     done = True
     try:
-        share(backend, model_runner)
+        attention_backend.share(backend, model_runner)
     except EngineError as error:
         if not automatic:
             raise

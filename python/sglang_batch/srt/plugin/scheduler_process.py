@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 from ..compat import offline_hooks as hooks
-
-if TYPE_CHECKING:  # it imports torch
-    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
 # The setting ``scheduler`` in a child process of an offline server, otherwise None.
 _offline_scheduler: str | None = None
@@ -39,7 +34,7 @@ def hook_scheduler() -> None:
     )
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from ..attention import attention_backend
+    from ..attention import attention_backend, attention_choice
     from ..compat import support
     from ..disaggregation import backend
     from ..engine import pooling
@@ -54,7 +49,7 @@ def hook_scheduler() -> None:
     hooks.register_offline(hooks.MODEL_CONFIG_HOOK, model_config, after, hooks.first)
     register(hooks.LOAD_MODEL_HOOK, pooling.after_load_model, after)
     planned_cache.register()
-    register_attention_backend(support.ATTENTION_BACKEND)(_make_attention)
+    register_attention_backend(support.ATTENTION_BACKEND)(attention_choice.make_backend)
     backend.register()
     if (_offline_scheduler, _mode) == ("offline", "decode"):
         from ..disaggregation.reception import HostPreallocQueue, HostTransferQueue
@@ -106,10 +101,3 @@ def _scheduler_class() -> type:
     if not planned:
         return StockApartScheduler
     return PrefillScheduler if _mode == "prefill" else DecodeScheduler
-
-
-def _make_attention(model_runner: ModelRunner) -> AttentionBackend:
-    # The kernels are loaded only where they are asked for.
-    from ..attention.attention_choice import make_backend
-
-    return make_backend(model_runner)

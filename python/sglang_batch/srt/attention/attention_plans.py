@@ -8,6 +8,7 @@ requests of a step share from the scheduler to the backends.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -41,16 +42,12 @@ class Step(NamedTuple):
     groups: PrefixForest
 
 
-class SharingCounts:
-    """Totals since the start.
-
-    steps, shared_steps: forwards with decodes, and those of them that shared.
-    kv_bytes, kv_bytes_unshared: KV read in them, in all layers, with sharing and without.
-    """
-
-    def __init__(self) -> None:
-        self.steps = self.shared_steps = 0
-        self.kv_bytes = self.kv_bytes_unshared = 0
+# Totals since the start, for ``/server_info``: forwards with decodes, those of them that
+# shared, and the KV read in them, in all layers, and not read again.
+_TOTALS = (
+    "attention_steps", "attention_steps_shared",
+    "kv_read_bytes", "kv_read_bytes_saved",
+)  # fmt: skip
 
 
 class StepPlans:
@@ -59,7 +56,7 @@ class StepPlans:
     decodes: planner for steps that only decode.
     mixed: planner for steps that also compute prompts, or None if there are none.
     token_bytes: bytes of K and V of a token in one layer.
-    counts: bytes read and saved.
+    counts: see ``_TOTALS``.
     """
 
     def __init__(
@@ -69,7 +66,7 @@ class StepPlans:
         num_layers: int,
         token_bytes: int,
     ) -> None:
-        self.counts = SharingCounts()
+        self.counts = Counter(dict.fromkeys(_TOTALS, 0))
         self._decodes = decodes
         self._mixed = mixed
         self._num_layers = num_layers
@@ -184,11 +181,8 @@ class StepPlans:
             plan = step.plan
             saved = (plan.kv_bytes_unshared - plan.kv_bytes) * self._num_layers
         unshared = int(kv_len.sum()) * self._token_bytes * self._num_layers
-        counts = self.counts
-        counts.steps += 1
-        counts.shared_steps += saved > 0
-        counts.kv_bytes += unshared - saved
-        counts.kv_bytes_unshared += unshared
+        found = 1, int(saved > 0), unshared - saved, saved
+        self.counts.update(dict(zip(_TOTALS, found, strict=True)))
 
 
 def _alone(table_row: Int32s) -> PrefixForest:
@@ -247,22 +241,13 @@ class Sharing:
     @property
     def saved_bytes(self) -> int:
         """Bytes of KV that sharing has saved reading so far."""
-        counts = self._counts
-        return sum(each.kv_bytes_unshared - each.kv_bytes for each in counts)
+        counts = (backend.plans.counts for backend in self.backends)
+        return sum(each["kv_read_bytes_saved"] for each in counts)
 
     @property
     def totals(self) -> dict[str, int]:
         """Counters for ``/server_info``, empty if prefixes are not shared."""
-        counts = self._counts
-        if not counts:
-            return {}
-        return {
-            "attention_steps": sum(each.steps for each in counts),
-            "attention_steps_shared": sum(each.shared_steps for each in counts),
-            "kv_read_bytes": sum(each.kv_bytes for each in counts),
-            "kv_read_bytes_saved": self.saved_bytes,
-        }
-
-    @property
-    def _counts(self) -> list[SharingCounts]:
-        return [backend.plans.counts for backend in self.backends]
+        totals: Counter[str] = Counter()
+        for backend in self.backends:
+            totals.update(backend.plans.counts)
+        return totals

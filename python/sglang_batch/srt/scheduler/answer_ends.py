@@ -16,7 +16,7 @@ import json
 import weakref
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xgrammar
@@ -24,6 +24,7 @@ from sglang.srt.managers.schedule_batch import (
     FINISH_ABORT,
     FINISH_LENGTH,
     BaseFinishReason,
+    ScheduleBatch,
 )
 from sglang.srt.sampling.sampling_params import get_request_reasoning_end_token_ids
 
@@ -38,9 +39,6 @@ from ...batch_api.stop_rules import (
 )
 from ..compat.scheduler_types import Req
 from ..compat.server_types import ModelConfig
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 
 class FinishedByRule(BaseFinishReason):  # type: ignore[misc]
@@ -264,8 +262,6 @@ def abort_marked(_processor: object, batch: ScheduleBatch, *_args: object) -> No
     The grammar rejects the sampled token, but SGLang looks for ends first: a token of
     its end, or the last of ``max_tokens``, would pass for an answer.
     """
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
     for req in batch.reqs:
         if req.grammar is None or req.finished() or not _is_marked(req.grammar):
             continue

@@ -64,8 +64,6 @@ class Positions:
 class Biases:
     """Numbers by token id."""
 
-    limit: float = _MAX_BIAS
-
 
 @dataclass(frozen=True, slots=True)
 class Text:
@@ -313,8 +311,8 @@ def check_value(
                     wrong = f"{short(each)} is not a place in a prompt of {most} tokens"
                     raise FieldError(name, wrong)
                 last = each
-        case Biases(limit):
-            _check_biases(name, value, limit)
+        case Biases():
+            _check_biases(name, value)
         case Text(check):
             for each in _each(value):
                 if problem := check(each):
@@ -370,13 +368,13 @@ def _check_ids(name: str, value: Any, vocab_size: int | None) -> None:
     )
 
 
-def _check_biases(name: str, value: Any, limit: float) -> None:
+def _check_biases(name: str, value: Any) -> None:
     if not isinstance(value, dict):
         raise FieldError(name, f"{short(value)} is not an object", "invalid_type")
     for key, bias in value.items():
         if not isinstance(key, str) or not (key.isascii() and key.isdecimal()):
             raise FieldError(name, f"{short(key)} is not a token id")
-        _check_real(name, bias, -limit, limit, False)
+        _check_real(name, bias, -_MAX_BIAS, _MAX_BIAS, False)
 
 
 def short(value: object) -> str:

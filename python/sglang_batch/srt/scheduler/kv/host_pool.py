@@ -19,11 +19,9 @@ for neither. On a CPU all of these are plain copies.
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -57,14 +55,12 @@ def recompute_time_s(cost: StepCost, num_tokens: int, prefix_len: int) -> float:
     return num_tokens * cost.token_time_s + attended * cost.attention_time_s
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
+class _Held(NamedTuple):
     """The pages of a request, and the seconds to compute it again instead."""
 
     runs: list[Run]
     num_pages: int
     cost_s: float
-    number: int
 
 
 class HostRoom:
@@ -74,11 +70,7 @@ class HostRoom:
         self.num_pages = num_pages
         self.num_free = num_pages
         self._free: list[Run] = [(0, num_pages)] if num_pages else []
-        self._held: dict[str, _Held] = {}
-        # (cost, -number, rid), the cheapest first. An entry counts while its request
-        # has pages under that number.
-        self._by_cost: list[tuple[float, int, str]] = []
-        self._number = 0
+        self._held: dict[str, _Held] = {}  # in the order in which they came
 
     def __contains__(self, rid: str) -> bool:
         return rid in self._held
@@ -98,23 +90,18 @@ class HostRoom:
             Their ids, without any if there is room. None if computing the request that asks
                 again costs no more than computing those.
         """
-        found: list[tuple[float, int, str]] = []
+        found: list[str] = []
         free, total_s = self.num_free, 0.0
-        while free < num_pages and self._by_cost:
-            entry = heapq.heappop(self._by_cost)
-            held = self._held.get(entry[2])
-            if held is None or held.number != -entry[1]:
-                continue
-            found.append(entry)
+        if free >= num_pages:
+            return found
+        last_first = reversed(self._held.items())
+        for rid, held in sorted(last_first, key=lambda each: each[1].cost_s):
+            found.append(rid)
             free += held.num_pages
             total_s += held.cost_s
-            if total_s >= cost_s:
+            if free >= num_pages or total_s >= cost_s:
                 break
-        for entry in found:  # they have their pages until they give them back
-            heapq.heappush(self._by_cost, entry)
-        if free < num_pages or (found and total_s >= cost_s):
-            return None
-        return [rid for _, _, rid in found]
+        return None if free < num_pages or total_s >= cost_s else found
 
     def take(self, rid: str, num_pages: int, cost_s: float) -> list[Run]:
         """Give a request its pages: in one run if there is one that is long enough.
@@ -129,9 +116,7 @@ class HostRoom:
             )
         runs = self._take_runs(num_pages)
         self.num_free -= num_pages
-        self._number += 1
-        self._held[rid] = _Held(runs, num_pages, cost_s, self._number)
-        heapq.heappush(self._by_cost, (cost_s, -self._number, rid))
+        self._held[rid] = _Held(runs, num_pages, cost_s)
         return runs
 
     def _take_runs(self, num_pages: int) -> list[Run]:
@@ -165,8 +150,6 @@ class HostRoom:
             else:
                 merged.append((first, length))
         self._free = merged
-        if not self._held:
-            self._by_cost.clear()
 
 
 logger = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ import torch
 from .server_types import ModelConfig, OfflineArgs
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import NextBatchPlan
     from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
     from sglang.srt.mem_cache.base_prefix_cache import TreeLock
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -127,14 +128,7 @@ class ScheduleBatch(Protocol):
     def mix_with_running(self, running_batch: ScheduleBatch) -> None: ...
 
 
-class PrefillPlan(Protocol):
-    """``NextBatchPlan``: a batch to run now, if any, and the one that runs on."""
-
-    batch_to_run: ScheduleBatch | None
-    running_batch: ScheduleBatch
-
-
-BuildPrefill: TypeAlias = Callable[[ScheduleBatch], PrefillPlan]
+BuildPrefill: TypeAlias = Callable[[ScheduleBatch], "NextBatchPlan"]
 """SGLang's ``get_new_batch_prefill``, which gets the running batch."""
 
 

@@ -18,9 +18,9 @@ from sglang.srt.disaggregation.utils import (
     all_reduce_flags,
     poll_and_all_reduce_attn_cp_tp_group,
 )
-from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler import NextBatchPlan, Scheduler
 
-from ..compat.scheduler_types import PrefillPlan, Req, ScheduleBatch
+from ..compat.scheduler_types import Req, ScheduleBatch
 from ..scheduler.marked_scheduler import MarkedScheduler
 from ..scheduler.scheduler import OfflineScheduler
 
@@ -61,16 +61,16 @@ class PrefillScheduler(Apart, OfflineScheduler):
         running_batch: ScheduleBatch,
         last_batch: ScheduleBatch | None,
         should_retry_storage_prefetch: bool = True,
-    ) -> PrefillPlan:
+    ) -> NextBatchPlan:
         self.plan_scheduler.begin_step()
-        plan: PrefillPlan = super().get_next_disagg_prefill_batch_to_run(
+        plan = super().get_next_disagg_prefill_batch_to_run(
             running_batch, last_batch, should_retry_storage_prefetch
         )
         self.plan_scheduler.end_step(plan.batch_to_run)
         self._report_joined()
         return plan
 
-    def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> PrefillPlan:
+    def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> NextBatchPlan:
         if self.waiting_queue:  # requests with room on the decode server by now
             self.waiting_queue = [
                 req for req in self.waiting_queue if not self.jobs.registry.enqueue(req)

@@ -20,7 +20,7 @@ from sglang.srt.runtime_context import get_disagg
 from ...errors import EngineError
 from ...scheduling.job_state import JobState
 from ...scheduling.scheduled_request import ScheduledRequest
-from ..compat.scheduler_types import BuildPrefill, PrefillPlan, Req, ScheduleBatch
+from ..compat.scheduler_types import BuildPrefill, Req, ScheduleBatch
 from ..scheduler.online_queue import OnlineQueue
 from ..scheduler.plan_scheduler import PlanScheduler
 from ..scheduler.scheduler import OfflineScheduler
@@ -28,11 +28,6 @@ from .apart_schedulers import Apart
 from .prefill_calls import room_after
 from .reception import HostPreallocQueue, Reception
 from .tcp.tcp_manager import PageBuffers
-
-
-def _plan(batch: ScheduleBatch | None, running_batch: ScheduleBatch) -> PrefillPlan:
-    plan: PrefillPlan = NextBatchPlan(batch_to_run=batch, running_batch=running_batch)
-    return plan
 
 
 class DecodePlanScheduler(PlanScheduler):
@@ -50,7 +45,7 @@ class DecodePlanScheduler(PlanScheduler):
 
     def next_batch(
         self, running_batch: ScheduleBatch, build: BuildPrefill
-    ) -> PrefillPlan:
+    ) -> NextBatchPlan:
         """Nothing to build, and the running batch with those that join it."""
         if self._adapters is not None:
             self._adapters.begin_step()
@@ -62,7 +57,7 @@ class DecodePlanScheduler(PlanScheduler):
         if not self._nobody_can_join(running_batch):
             choice = self._choose_from_jobs(running_batch, [])
             running_batch = self._kv_manager.join(running_batch, choice.from_host)
-        return _plan(None, running_batch)
+        return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
 
     def _join_online(self, running_batch: ScheduleBatch) -> ScheduleBatch:
         """Have online requests join for which there is room, or was made."""
@@ -181,7 +176,7 @@ class DecodeScheduler(Apart, OfflineScheduler):
 
     def get_next_disagg_decode_batch_to_run(
         self, running_batch: ScheduleBatch
-    ) -> PrefillPlan:
+    ) -> NextBatchPlan:
         self.plan_scheduler.begin_step()
         rows = len(running_batch.reqs)
         running_batch.filter_batch()
@@ -198,7 +193,7 @@ class DecodeScheduler(Apart, OfflineScheduler):
             set_schedule_time_batch(batch)
         self.plan_scheduler.end_step(batch)
         self._report_joined()
-        return _plan(batch, running_batch)
+        return NextBatchPlan(batch_to_run=batch, running_batch=running_batch)
 
     # Requests leave -------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from sglang.srt.managers.scheduler import NextBatchPlan
 from ...planner.costs.cost_model import mixing_loss_s
 from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
-from ..compat.scheduler_types import PrefillPlan, Req, ScheduleBatch, Scheduler
+from ..compat.scheduler_types import Req, ScheduleBatch, Scheduler
 
 
 def num_rows(req: Req) -> int:
@@ -40,7 +40,7 @@ def has_decodes(batch: ScheduleBatch) -> bool:
     return mode.is_decode() or (mode.is_extend() and bool(batch.decoding_reqs))
 
 
-def with_decodes(scheduler: Scheduler, plan: PrefillPlan) -> PrefillPlan:
+def with_decodes(scheduler: Scheduler, plan: NextBatchPlan) -> NextBatchPlan:
     """Mix a batch that SGLang left unmixed because of log probabilities."""
     batch, running = plan.batch_to_run, plan.running_batch
     if (
@@ -59,10 +59,7 @@ def with_decodes(scheduler: Scheduler, plan: PrefillPlan) -> PrefillPlan:
     rows = len(running.reqs)
     batch.extend_logprob_start_lens[-rows:] = [1] * rows
     batch.decoding_reqs = running.reqs
-    mixed: PrefillPlan = NextBatchPlan(
-        batch_to_run=batch, running_batch=SGLangScheduleBatch(reqs=[])
-    )
-    return mixed
+    return NextBatchPlan(batch_to_run=batch, running_batch=SGLangScheduleBatch(reqs=[]))
 
 
 class StepsApart:

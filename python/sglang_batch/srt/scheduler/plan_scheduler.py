@@ -32,7 +32,6 @@ from ...scheduling.scheduled_request import ScheduledRequest
 from ...scheduling.step_record import Admission
 from ..compat.scheduler_types import (
     BuildPrefill,
-    PrefillPlan,
     Req,
     ScheduleBatch,
     Scheduler,
@@ -132,7 +131,7 @@ class PlanScheduler(SchedulerPart):
 
     def next_batch(
         self, running_batch: ScheduleBatch, build: BuildPrefill
-    ) -> PrefillPlan:
+    ) -> NextBatchPlan:
         """The next prefill batch, if there is one, and the running batch. ``build`` is
         SGLang's ``get_new_batch_prefill``."""
         self._prefixes.show_computed(self._scheduler.chunked_req)
@@ -149,9 +148,7 @@ class PlanScheduler(SchedulerPart):
         if step is not None and step.choice.from_host:
             running_batch = self._kv_manager.join(running_batch, step.choice.from_host)
         if step is None or step.is_empty:
-            plan: PrefillPlan = NextBatchPlan(
-                batch_to_run=None, running_batch=running_batch
-            )
+            plan = NextBatchPlan(batch_to_run=None, running_batch=running_batch)
         else:
             plan = self._build(step, running_batch, build)
             self._confirm(step, plan.batch_to_run)
@@ -386,7 +383,7 @@ class PlanScheduler(SchedulerPart):
 
     def _build(
         self, step: _Step, running_batch: ScheduleBatch, build: BuildPrefill
-    ) -> PrefillPlan:
+    ) -> NextBatchPlan:
         self._pinned.unpin_until_free(step.choice.room_needed)
         self._kv_manager.note_allocation()
         tokens = self._kv_accounting.in_pages(step.choice.page_tokens)

@@ -20,7 +20,7 @@ from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.mem_pool import EMPTY_SLOT
 from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.managers.scheduler import _make_abort_req
+from sglang.srt.managers.scheduler import NextBatchPlan, _make_abort_req
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
     SchedulerBatchResultProcessor,
 )
@@ -54,7 +54,6 @@ from ..compat.job_control import (
     TreeQueryOutput,
 )
 from ..compat.scheduler_types import (
-    PrefillPlan,
     Req,
     ScheduleBatch,
 )
@@ -302,17 +301,17 @@ class OfflineScheduler(MarkedScheduler):
 
     def get_next_batch_to_run(
         self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None
-    ) -> PrefillPlan:
+    ) -> NextBatchPlan:
         self.plan_scheduler.begin_step()
-        plan: PrefillPlan = super().get_next_batch_to_run(running_batch, last_batch)
+        plan = super().get_next_batch_to_run(running_batch, last_batch)
         self.plan_scheduler.end_step(plan.batch_to_run)
         self._report_joined()
         return plan
 
-    def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> PrefillPlan:
+    def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> NextBatchPlan:
         return self.plan_scheduler.next_batch(running_batch, self._build_prefill)
 
-    def _build_prefill(self, running_batch: ScheduleBatch) -> PrefillPlan:
+    def _build_prefill(self, running_batch: ScheduleBatch) -> NextBatchPlan:
         return with_decodes(self, super().get_new_batch_prefill(running_batch))
 
     def _reqs_finishing_inflight(self, batch: ScheduleBatch) -> list[Req]:

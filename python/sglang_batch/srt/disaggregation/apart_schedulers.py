@@ -57,18 +57,10 @@ class PrefillScheduler(Apart, OfflineScheduler):
         super(OfflineScheduler, self)._add_request_to_queue(req, is_retracted)
 
     def get_next_disagg_prefill_batch_to_run(
-        self,
-        running_batch: ScheduleBatch,
-        last_batch: ScheduleBatch | None,
-        should_retry_storage_prefetch: bool = True,
+        self, *args: object, **kwargs: object
     ) -> NextBatchPlan:
-        self.plan_scheduler.begin_step()
-        plan = super().get_next_disagg_prefill_batch_to_run(
-            running_batch, last_batch, should_retry_storage_prefetch
-        )
-        self.plan_scheduler.end_step(plan.batch_to_run)
-        self._report_joined()
-        return plan
+        stock = super().get_next_disagg_prefill_batch_to_run
+        return self._step(stock, *args, **kwargs)
 
     def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> NextBatchPlan:
         if self.waiting_queue:  # requests with room on the decode server by now

@@ -106,12 +106,7 @@ class HostPreallocQueue(DecodePreallocQueue):  # type: ignore[misc]
     queue: list[Any]
     pending_reqs: list[Any]
 
-    def pop_preallocated(
-        self,
-        rids_to_check: list[str] | None = None,
-        pp_good_rids: list[str] | None = None,
-        pp_bad_rids: list[str] | None = None,
-    ) -> tuple[list[Any], list[Any]]:
+    def pop_preallocated(self, **_: object) -> tuple[list[Any], list[Any]]:
         """Reserve room, and tell the prefill servers so.
 
         Returns:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -302,8 +302,14 @@ class OfflineScheduler(MarkedScheduler):
     def get_next_batch_to_run(
         self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None
     ) -> NextBatchPlan:
+        return self._step(super().get_next_batch_to_run, running_batch, last_batch)
+
+    def _step(
+        self, next_batch: Callable[..., NextBatchPlan], *args: object, **kwargs: object
+    ) -> NextBatchPlan:
+        """SGLang's choice of the next batch, as a step of the plan."""
         self.plan_scheduler.begin_step()
-        plan = super().get_next_batch_to_run(running_batch, last_batch)
+        plan = next_batch(*args, **kwargs)
         self.plan_scheduler.end_step(plan.batch_to_run)
         self._report_joined()
         return plan

@@ -156,11 +156,9 @@ class TcpManager(CommonKVManager):  # type: ignore[misc]
     kv_status_msg_carries_reason = True
     reports_transfer_latency = True
 
-    def __init__(
-        self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False
-    ) -> None:
+    def __init__(self, args: Any, *rest: Any) -> None:
         _check_supported(args)
-        super().__init__(args, mode, server_args, is_mla_backend)
+        super().__init__(args, *rest)
         self._kv_replica_factor = 1
         device = _device(args)
         self.kv = PageBuffers(

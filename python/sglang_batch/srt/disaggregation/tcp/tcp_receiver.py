@@ -211,10 +211,8 @@ _REFUSED = PrefillServerInfo(1, 1, 1, 1, None, None, follow_bootstrap_room=True)
 class TcpDecodeManager(TcpManager):
     """Receives the KV of one decode rank from all prefill servers."""
 
-    def __init__(
-        self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False
-    ) -> None:
-        super().__init__(args, mode, server_args, is_mla_backend)
+    def __init__(self, args: Any, *rest: Any) -> None:
+        super().__init__(args, *rest)
         self.destinations = Destinations(self.kv, self.aux, _host_buffers(args))
         self.listener = Listener(
             self.local_ip, self.destinations, self._done, self._lost

@@ -172,10 +172,8 @@ class RoomTarget:
 class TcpPrefillManager(TcpManager):
     """Sends the KV of one prefill rank to all decode ranks that registered with it."""
 
-    def __init__(
-        self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False
-    ) -> None:
-        super().__init__(args, mode, server_args, is_mla_backend)
+    def __init__(self, args: Any, *rest: Any) -> None:
+        super().__init__(args, *rest)
         self.rank = int(self._prefill_unique_rank())
         self._peers: dict[str, _Peer] = {}
         self._given_up: OrderedDict[int, str] = OrderedDict()
@@ -310,12 +308,10 @@ class TcpSender(CommonKVSender):  # type: ignore[misc]
         mgr: TcpPrefillManager,
         bootstrap_addr: str,
         bootstrap_room: int,
-        req_has_disagg_prefill_dp_rank: bool = False,
+        **rest: Any,
     ) -> None:
         mgr.open_rooms.add(bootstrap_room)
-        super().__init__(
-            mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank
-        )
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, **rest)
         reason = mgr.given_up(bootstrap_room)
         if reason is not None:
             mgr.fail(bootstrap_room, reason)

@@ -68,21 +68,25 @@ def _strict_class(kind: type) -> type:
     return type(f"Strict{kind.__name__}", (*mixins, kind), {}) if mixins else kind
 
 
-class _Chat:
+# For mypy, the class of SGLang's that a mixin is put in front of.
+_Stock: Any = object
+
+
+class _Chat(_Stock):  # type: ignore[misc]
     """For ``OpenAIServingChat``."""
 
     def _build_chat_response(self, request: Any, *args: Any) -> Any:
-        response = super()._build_chat_response(request, *args)  # type: ignore[misc]
+        response = super()._build_chat_response(request, *args)
         _keep_texts(response)
         return response
 
     def _build_token_logprobs_from_raw(self, *args: Any) -> Any:
-        tokens = super()._build_token_logprobs_from_raw(*args)  # type: ignore[misc]
+        tokens = super()._build_token_logprobs_from_raw(*args)
         _make_finite(tokens)
         return tokens
 
 
-class _Completions:
+class _Completions(_Stock):  # type: ignore[misc]
     """For ``OpenAIServingCompletion``."""
 
     def _build_completion_response(self, request: Any, ret: Any, *args: Any) -> Any:
@@ -90,9 +94,7 @@ class _Completions:
             for each in ret:  # SGLang computes a token that is not in the answer
                 lists = ("output_token_logprobs", "output_top_logprobs")
                 each["meta_info"] |= {name: [] for name in lists}
-        response = super()._build_completion_response(  # type: ignore[misc]
-            request, ret, *args
-        )
+        response = super()._build_completion_response(request, ret, *args)
         _keep_texts(response)
         for choice in getattr(response, "choices", ()):
             if choice.logprobs is not None:
@@ -102,9 +104,7 @@ class _Completions:
     async def _generate_completion_stream(
         self, adapted: Any, request: Any, *args: Any
     ) -> AsyncIterator[str]:
-        stream = super()._generate_completion_stream(  # type: ignore[misc]
-            adapted, request, *args
-        )
+        stream = super()._generate_completion_stream(adapted, request, *args)
         offsets: dict[int, TextOffsets] = {}
 
         def completed(chunk: JsonObject) -> None:
@@ -117,7 +117,7 @@ class _Completions:
             yield _changed(frame, completed) if wanted else frame
 
 
-class _Messages:
+class _Messages(_Stock):  # type: ignore[misc]
     """For ``AnthropicServing``.
 
     _sequences: the client's stop sequences, in the copy that serves its call.
@@ -136,7 +136,7 @@ class _Messages:
         return await stock._handle_non_streaming(chat_request, anthropic_request, *args)
 
     def _convert_response(self, response: Any) -> Any:
-        message = super()._convert_response(response)  # type: ignore[misc]
+        message = super()._convert_response(response)
         for block in message.content:
             if block.type == "thinking" and block.signature is None:
                 block.signature = ""
@@ -152,9 +152,7 @@ class _Messages:
         # SGLang passes types of its own on, such as BadRequestError.
         if error_type not in _ERROR_TYPES.values():
             error_type = messages_error_type(status_code)
-        return super()._error_response(  # type: ignore[misc]
-            status_code, error_type, *args, **kwargs
-        )
+        return super()._error_response(status_code, error_type, *args, **kwargs)
 
     async def _generate_anthropic_stream(
         self, adapted: Any, processed: Any, anthropic_request: Any, *args: Any
@@ -200,28 +198,24 @@ class _WatchedChat:
             yield frame
 
 
-class _Responses:
+class _Responses(_Stock):  # type: ignore[misc]
     """For ``OpenAIServingResponses``."""
 
     async def create_responses(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         kind: Any = type(request)
         object.__setattr__(request, "__class__", _exact_limit(kind))
-        response = await super().create_responses(  # type: ignore[misc]
-            request, *args, **kwargs
-        )
+        response = await super().create_responses(request, *args, **kwargs)
         for item in getattr(response, "output", ()):
             for part in getattr(item, "content", None) or ():
                 _make_finite(getattr(part, "logprobs", None) or ())
         return response
 
 
-class _Transcriptions:
+class _Transcriptions(_Stock):  # type: ignore[misc]
     """For ``OpenAIServingTranscription``."""
 
     async def _handle_non_streaming_request(self, *args: Any) -> Any:
-        answer = await super()._handle_non_streaming_request(  # type: ignore[misc]
-            *args
-        )
+        answer = await super()._handle_non_streaming_request(*args)
         # Some of SGLang's models tell no language, others this.
         if getattr(answer, "language", "") is None:
             answer.language = "auto"

@@ -12,6 +12,7 @@ A child process of SGLang belongs to one engine and needs no such question.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -43,16 +44,16 @@ def apply() -> None:
     HookRegistry.apply_hooks()
 
 
+@dataclass(eq=False)
 class OfflineHook:
     """A hook as SGLang calls it, which passes calls of other engines on."""
 
-    def __init__(
-        self, hook: Callable[..., Any], hook_type: HookType, arguments: ArgumentsOf
-    ) -> None:
-        self.hook = hook
-        self.hook_type = hook_type
-        self.arguments = arguments
-        self.__qualname__ = getattr(hook, "__qualname__", repr(hook))
+    hook: Callable[..., Any]
+    hook_type: HookType
+    arguments: ArgumentsOf
+
+    def __post_init__(self) -> None:
+        self.__qualname__ = self.hook.__qualname__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # SGLang gives an AROUND hook the original first, and an AFTER hook the result.

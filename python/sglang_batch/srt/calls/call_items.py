@@ -16,7 +16,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from ...job.rendering import NO_LIMIT
 from ...request import RequestOutput, Usage
-from ..compat.server_types import EngineRequest, SequenceAnswer, TemplateManager
+from ..compat.server_types import EngineRequest, JsonObject, TemplateManager
 from ..engine.sglang_engine import SGLangEngine, namespace_of, shareable_len
 
 Message: TypeAlias = TokenizedGenerateReqInput | TokenizedEmbeddingReqInput
@@ -50,8 +50,8 @@ class CallItem:
         return list(self.message.input_ids or ())
 
     async def watch(
-        self, answers: AsyncGenerator[SequenceAnswer]
-    ) -> AsyncGenerator[SequenceAnswer]:
+        self, answers: AsyncGenerator[JsonObject]
+    ) -> AsyncGenerator[JsonObject]:
         """SGLang's answers to this request. The last one, known by its content, sets
         :attr:`over`."""
         try:
@@ -64,7 +64,7 @@ class CallItem:
             self._settle(500, None)
             await answers.aclose()
 
-    def _settle(self, status_code: int, answer: SequenceAnswer | None) -> None:
+    def _settle(self, status_code: int, answer: JsonObject | None) -> None:
         if self.over.done():
             return
         info: Any = answer["meta_info"] if answer is not None else {}

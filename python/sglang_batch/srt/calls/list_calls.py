@@ -26,7 +26,7 @@ from ...job.engine import GENERATE_URL, ForwardingEngine, PreparedRequest
 from ...job.job import Job, JobOptions
 from ...request import BatchRequestInput, RequestOutput
 from ...scheduling.job_plan import JobPlan
-from ..compat.server_types import EngineAnswer, EngineRequest, SequenceAnswer
+from ..compat.server_types import EngineAnswer, EngineRequest, JsonObject
 from ..engine.request_ids import has_our_id, is_of_a_job, new_list_id
 from ..engine.sglang_engine import SGLangEngine
 from . import call_items
@@ -255,7 +255,7 @@ class SampledPrompts:
         self._cached: dict[int, int] = {}
         self._num_computed = 0
 
-    def computed_first(self, answer: SequenceAnswer) -> None:
+    def computed_first(self, answer: JsonObject) -> None:
         """The request that computed the next prompt, before its samples, has ended."""
         self._note(self._num_computed, answer)
         self._num_computed += 1

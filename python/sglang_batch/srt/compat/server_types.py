@@ -104,24 +104,9 @@ class EngineRequest(Protocol):
     def normalize_batch_and_arguments(self) -> None: ...
 
 
-class MetaInfo(TypedDict, total=False):
-    """Token counts of one generated or embedded sequence, and how it ended."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    reasoning_tokens: int
-    finish_reason: JsonObject | None
-
-
-class SequenceAnswer(TypedDict):
-    """The engine's answer for one sequence, which has more keys than these."""
-
-    meta_info: MetaInfo
-
-
-EngineAnswer: TypeAlias = SequenceAnswer | list[SequenceAnswer] | None
-"""The engine's answer to a request: for one sequence or several, None if it failed."""
+EngineAnswer: TypeAlias = JsonObject | list[JsonObject] | None
+"""The engine's answer to a request: for one sequence or several, None if it failed. Token
+counts of a sequence, and how it ended, are in its ``meta_info``."""
 
 
 class SchedulerState(TypedDict):

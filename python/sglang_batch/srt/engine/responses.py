@@ -17,7 +17,7 @@ from sglang.srt.entrypoints.openai.encoding_dsv32 import DS32EncodingError
 from ...batch_api.protocol import error_body
 from ...batch_api.stop_rules import REASON_KEY
 from ...request import Cuts, RequestOutput, Usage, Work
-from ..compat.server_types import EngineAnswer, JsonObject, MetaInfo
+from ..compat.server_types import EngineAnswer, JsonObject
 from .checks.body_checks import MESSAGES_URL, describe_validation_error
 from .checks.value_checks import FieldError
 from .strict_serving import messages_error_type
@@ -192,7 +192,7 @@ def _all_errors(error: ValidationError) -> str:
     return f"{text[:_MAX_MESSAGES_ERROR_LEN]}\u2026" if long else text
 
 
-def _cut(report: MetaInfo) -> Cuts:
+def _cut(report: JsonObject) -> Cuts:
     """Which stop rule, if any, has ended a sequence, or its limit."""
     reason = report.get("finish_reason")
     if not isinstance(reason, dict):
@@ -228,7 +228,7 @@ def _spent(
     return usage, work
 
 
-def _reports(engine_answer: EngineAnswer) -> list[MetaInfo]:
+def _reports(engine_answer: EngineAnswer) -> list[JsonObject]:
     if engine_answer is None:  # it failed, and the serving class answered nevertheless
         return []
     found = engine_answer if isinstance(engine_answer, list) else [engine_answer]

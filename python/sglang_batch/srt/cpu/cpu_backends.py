@@ -186,24 +186,13 @@ def do_without() -> None:
     """
     for name in _PINNING_MODULES:
         vars(importlib.import_module(name))["torch"] = _PageableTorch()
-    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+    from sglang.srt.mem_cache.pool_host import common
 
-    ALLOC_MEMORY_FUNCS["cpu"] = allocate
+    common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, **given: (
+        common.alloc_with_host_register(dims, **given | {"pin_memory": False})
+    )
     torch.Tensor.pin_memory = lambda tensor, device=None: tensor
     torch.get_device_module = get_device_module
-
-
-def allocate(
-    dims: tuple[int, ...],
-    dtype: torch.dtype,
-    device: str,
-    pin_memory: bool,
-    allocator: Any,
-    registration_granularity_bytes: int | None = None,
-) -> torch.Tensor:
-    """Ordinary memory, in place of SGLang's that is registered with CUDA."""
-    memory: torch.Tensor = allocator.allocate(dims, dtype=dtype, device=device)
-    return memory
 
 
 def _unpinned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -240,25 +229,13 @@ def use_pytorch() -> None:
     fused_moe_native.moe_forward_native = own_experts
     # Without operators that are registered for accelerators only, and pinned memory.
     parallel_state._is_cpu = forward_batch_info._is_cpu = True
-    parallel_state.GroupCoordinator.reduce_scatterv = reduce_scatterv
+    parallel_state.GroupCoordinator.reduce_scatterv = (  # without NCCL
+        lambda group, input_, output=None, sizes=None: (
+            group._deterministic_reduce_scatterv(input_, output, sizes)
+        )
+    )
     # The length in tokens of rows that only pad a step, whose KV is never used.
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda backend: 1
-
-
-def reduce_scatterv(
-    group: Any,
-    input_: torch.Tensor,
-    output: torch.Tensor | None = None,
-    sizes: list[int] | None = None,
-) -> torch.Tensor:
-    """SGLang's, in its form without NCCL.
-
-    input_: ``[num_tokens of all ranks, hidden_size]``.
-    output: of the sum, this rank's ``[num_tokens, hidden_size]``. None makes one.
-    sizes: tokens of each rank. None: equal parts.
-    """
-    summed: torch.Tensor = group._deterministic_reduce_scatterv(input_, output, sizes)
-    return summed
 
 
 def mask_padding(topk_ids: torch.Tensor) -> None:

@@ -255,6 +255,8 @@ sglang.srt.managers.detokenizer_manager:DetokenizerManager
         a stop rule found
 sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo
     from_schedule_batch(batch, vocab_size): sampling of a resumed batch
+sglang.srt.sampling.watermarking.core
+    _watermark_hash32_torch(keys, context_hashes, token_ids): random numbers on a CPU
 sglang.srt.mem_cache.allocator:TokenToKVPoolAllocator
     alloc(need_size): slots to resume into
 sglang.srt.mem_cache.host_memory

@@ -15,6 +15,7 @@ from sglang.srt.layers import sampler
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.sampling.watermarking.core import _watermark_hash32_torch
 
 from ...errors import EngineError
 
@@ -159,8 +160,6 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         return torch.cat(outputs).flatten(1)
 
 
-_ALL = 2**32 - 1  # all bits of a word
-
 _library: torch.library.Library | None = None
 
 
@@ -213,26 +212,12 @@ def murmur_hash32(
     seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor
 ) -> torch.Tensor:
     """MurmurHash3, 32 bits, of seeds (64 bits) and positions (32 bits) ``[n]``, and columns
-    (32 bits) ``[m]``: int64 ``[n, m]``, each from 0 to 2**32 - 1."""
-    seed = seed.to(torch.int64)
-    columns = columns.to(torch.int64).unsqueeze(0)
-    hashed = torch.zeros(len(seed), 1, dtype=torch.int64)
-    for word in (seed & _ALL, (seed >> 32) & _ALL, positions.to(torch.int64) & _ALL):
-        hashed = _mix(hashed, word.unsqueeze(1))
-    hashed = _mix(hashed, columns & _ALL) ^ 16  # bytes in all
-    hashed = ((hashed ^ (hashed >> 16)) * 0x85EBCA6B) & _ALL
-    hashed = ((hashed ^ (hashed >> 13)) * 0xC2B2AE35) & _ALL
-    return hashed ^ (hashed >> 16)
-
-
-def _mix(hashed: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
-    word = _rotated((word * 0xCC9E2D51) & _ALL, 15)
-    word = (word * 0x1B873593) & _ALL
-    return (_rotated(hashed ^ word, 13) * 5 + 0xE6546B64) & _ALL
-
-
-def _rotated(word: torch.Tensor, by: int) -> torch.Tensor:
-    return ((word << by) | (word >> (32 - by))) & _ALL
+    (32 bits) ``[m]``: int64 ``[n, m]``, each from 0 to 2**32 - 1. SGLang's for watermarks
+    is the same as its kernel for seeds."""
+    hashed: torch.Tensor = _watermark_hash32_torch(
+        *(each.to(torch.int64) for each in (seed, positions, columns))
+    )
+    return hashed
 
 
 def attend_each(

@@ -108,7 +108,9 @@ class ServingEndpoints:
         if url in _NATIVE:
             return self._generate(adapted)
         handler = self._handlers[url]
-        return handler._handle_non_streaming_request(adapted, parsed, None)
+        work: ServingCoroutine
+        work = handler._handle_non_streaming_request(adapted, parsed, None)
+        return work
 
     async def _generate(self, request: GenerateReqInput) -> EngineAnswer:
         return await self._managers[0].generate_request(request, None).__anext__()

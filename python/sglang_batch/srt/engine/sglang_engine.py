@@ -121,7 +121,8 @@ class SGLangEngine:
         self._early_ends = EarlyEnds(manager)
 
     async def _ask(self, question: object, answer: type) -> list[Any]:
-        return await control.channel_of(self.manager, answer)(question)
+        answers: list[Any] = await control.channel_of(self.manager, answer)(question)
+        return answers
 
     @property
     def model_names(self) -> tuple[str, ...]:

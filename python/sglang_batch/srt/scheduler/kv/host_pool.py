@@ -466,7 +466,7 @@ def num_pages_of(
     Raises:
         EngineError: the pool is larger than the free memory.
     """
-    page_size = scheduler.token_to_kv_pool_allocator.page_size
+    page_size = int(scheduler.token_to_kv_pool_allocator.page_size)
     free = available_host_memory_bytes(allow_cgroup_fallback=True)
     parallel = get_parallel()
     if pool_bytes is None:

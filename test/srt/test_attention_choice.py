@@ -315,7 +315,7 @@ def test_graphs_of_both_kinds_are_captured(backend: Sharing) -> None:
         assert backend.asked == asked
         assert (backend._step is not None) == (label == SHARED)
     _set_capture_attention_variant(None)
-    assert backend.plans.counts.steps == 0
+    assert backend.plans.counts["attention_steps"] == 0
 
 
 def test_variants_of_other_runners_are_left_alone(backend: Sharing) -> None:
@@ -383,7 +383,7 @@ def test_steps_without_a_graph(backend: Sharing) -> None:
     # Prompts alone: the scheduler has left no groups.
     backend.init_forward_metadata(mixed)
     assert backend.asked == ["eager"] and backend._step is None
-    assert backend.plans.counts.steps == 2
+    assert backend.plans.counts["attention_steps"] == 2
 
 
 def test_rows_of_padding_are_attended_for(backend: Sharing) -> None:

@@ -171,19 +171,16 @@ def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows) if rows else a.new_empty(0, b.shape[1])
 
 
-def _multiply_and_add(
-    bias: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> torch.Tensor:
-    return beta * bias + alpha * multiply(a, b)
-
-
-def _multiply_each(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.stack([multiply(x, y) for x, y in zip(a, b, strict=True)])
+# By the names of torch's operators.
+_ROW_BY_ROW: dict[str, Callable[..., torch.Tensor]] = {
+    "mm": multiply,
+    "addmm": lambda bias, a, b, *, beta=1, alpha=1: (
+        beta * bias + alpha * multiply(a, b)
+    ),
+    "bmm": lambda a, b: torch.stack(
+        [multiply(*pair) for pair in zip(a, b, strict=True)]
+    ),
+}
 
 
 def use_rows() -> None:
@@ -198,8 +195,7 @@ def use_rows() -> None:
     if _library is not None:
         return
     _library = torch.library.Library("aten", "IMPL")
-    ours = {"mm": multiply, "addmm": _multiply_and_add, "bmm": _multiply_each}
-    for name, function in ours.items():
+    for name, function in _ROW_BY_ROW.items():
         _library.impl(name, function, "CPU", allow_override=True)
     vars(sampler)["murmur_hash32"] = murmur_hash32
     # Compiled, it would be for batches of one size.

@@ -384,17 +384,14 @@ def serve(
             manager,
             engine.templates,
             None,  # ports of other processes
-            [_limits(engine)],
+            [
+                {  # those of a scheduler that SGLang's routes show
+                    "max_req_input_len": manager.context_len - 1,
+                    "max_total_num_tokens": engine.max_cells,
+                }
+            ],
             None,
         )
-
-
-def _limits(engine: DenseEngine) -> dict[str, object]:
-    """The limits of a scheduler that SGLang's routes show."""
-    return {
-        "max_req_input_len": engine.manager.context_len - 1,
-        "max_total_num_tokens": engine.max_cells,
-    }
 
 
 def _end_process() -> None:

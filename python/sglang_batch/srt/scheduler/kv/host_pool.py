@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
@@ -153,20 +153,6 @@ class HostRoom:
 
 
 logger = logging.getLogger(__name__)
-
-
-class NearBuffer(Protocol):
-    """Memory near the device that may have KV of the host pool, too."""
-
-    def keep(self, name: str, slots: torch.Tensor) -> None:
-        """KV of ``slots`` ``[n]`` goes to the host."""
-
-    def load(self, name: str, slots: torch.Tensor, skip: int) -> bool:
-        """Copy KV without its first ``skip`` tokens to ``slots`` ``[n]``. False if it is not
-        here."""
-
-    def drop(self, name: str) -> None:
-        """KV will not be loaded."""
 
 
 # Memory on the device that KV passes through. A step that moves more waits for copies.

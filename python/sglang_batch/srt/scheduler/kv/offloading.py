@@ -19,6 +19,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sglang.srt.disaggregation.decode import DecodeReqToTokenPool
@@ -50,7 +51,6 @@ from ...compat.scheduler_types import (
 from .host_pool import (
     HostPool,
     HostRoom,
-    NearBuffer,
     Run,
     chosen_bytes,
     kv_buffers,
@@ -194,7 +194,7 @@ class KvOffloader:
 
     Attributes:
         room, pool: the pages of the host pool, by request, and their memory.
-        near: has copies of some of it near the device, if there is such a buffer.
+        near: a ``KvPrefetch`` with copies of some of it near the device, if there is one.
         num_prefetched: requests that resumed from there so far.
         most_bytes: the most that was in use so far.
 
@@ -221,7 +221,7 @@ class KvOffloader:
         num_pages = num_pages_of(scheduler, page_bytes, len(buffers[0]), pool_bytes)
         self.room = HostRoom(num_pages)
         self.pool = HostPool(buffers, num_pages, self._page_size)
-        self.near: NearBuffer | None = None
+        self.near: Any = None
         self.num_prefetched = 0
         self.num_offloaded = 0
         self.host_tokens = 0

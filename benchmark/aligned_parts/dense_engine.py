@@ -163,7 +163,7 @@ def run(
                 else None,
             )
         )
-    while loop.has_work:
+    while loop.can_step:
         loop.step()
     return Done(
         answers,

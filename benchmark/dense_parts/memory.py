@@ -15,6 +15,11 @@ from sglang_batch.dense.model import wrap
 from sglang_batch.dense.row_request import DenseSettings
 
 
+def _limit(loop: DecodeLoop, max_cells: int) -> None:
+    """Another process takes memory, or gives it back."""
+    loop._admission.max_cells, loop._changed = max_cells, True
+
+
 def measure(quick: bool, repeats: int) -> list[Figure]:
     tasks = mixed(16, 80, (3, 15), 3) if quick else mixed(48, 240, (3, 40), 3)
     begin, end = (20, 60) if quick else (60, 200)
@@ -24,8 +29,8 @@ def measure(quick: bool, repeats: int) -> list[Figure]:
     full = dense(model, tasks, wide)
     progress(f"memory: without a limit, {full.wall_s:.1f} s")
     changes: dict[int, Callable[[DecodeLoop], None]] = {
-        begin: lambda loop: loop.limit_cells(full.cells // 2),
-        end: lambda loop: loop.limit_cells(1 << 40),
+        begin: lambda loop: _limit(loop, full.cells // 2),
+        end: lambda loop: _limit(loop, 1 << 40),
     }
     figures = []
     for name, host in (("all fit the host pool", 1 << 20), ("no host pool", 0)):

@@ -204,7 +204,7 @@ def dense(
             )
         )
     changes = dict(at_step or {})
-    while loop.has_work:
+    while loop.can_step:
         if change := changes.pop(loop.counts.steps, None):
             change(loop)
         loop.step()

@@ -49,7 +49,7 @@ def make_places(model: str, num_engines: int) -> list[RayPlace]:
     start = partial(started, "sglang", argv)
     options = {"num_cpus": 1}
     return [
-        RayPlace(f"bench-fleet-{i}", f"engine {i}", start, options, os.getcwd())
+        RayPlace(f"engine {i}", f"bench-fleet-{i}", start, options, os.getcwd())
         for i in range(num_engines)
     ]
 

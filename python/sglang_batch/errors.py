@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from enum import IntEnum
 from typing import NoReturn
 
@@ -91,6 +92,7 @@ class ServerError(SGLangBatchError):
     """A batch server does not answer, or answers with an error of the server."""
 
 
+@dataclass(eq=False)
 class ApiError(SGLangBatchError):
     """An HTTP error answer in OpenAI's shape.
 
@@ -101,25 +103,17 @@ class ApiError(SGLangBatchError):
     headers: further headers of the answer.
     """
 
-    def __init__(
-        self,
-        status_code: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        kind: str | None = None,
-        retry: bool | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status_code = status_code
-        self.message = message
-        self.param = param
-        self.code = code
-        self.kind = kind
-        self.retry = retry
-        self.headers = dict(headers or {})
+    status_code: int
+    message: str
+    _: KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    kind: str | None = None
+    retry: bool | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -35,6 +35,7 @@ from input_files import packed
 from sglang_batch.cli import main
 from sglang_batch.errors import ServerError
 from sglang_batch.run.client import batch_client, client_commands
+from sglang_batch.run.progress import Display
 from sglang_batch.server import runner as runner_module
 from sglang_batch.server.http.all_routes import make_router
 
@@ -154,7 +155,7 @@ def test_a_batch_from_its_file_to_its_results(
     status, out, err = called(capsys, "status", batch_id, "--follow")
     assert status == 3  # complete, with a line that failed
     assert "4 of 4 done (100%), 1 failed" in out
-    assert f"{batch_id}: completed: 100% | 4/4" in err
+    assert f"{batch_id}: completed: 100%, 4/4" in err
     output, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
     argv = ["results", batch_id, "-o", str(output)]
     status, _, err = called(capsys, *argv, "--error-file", str(errors))
@@ -286,8 +287,7 @@ def test_a_server_that_is_away_is_waited_for(
     batch = remote_server.get(batch_id)
     server.failures += [503] * 7  # more than the client itself repeats
     running = {**batch, "status": "in_progress"}
-    with batch_client.BatchBar() as bar:
-        ended = client_commands.until_ended(remote_server, running, bar)
+    ended = client_commands.until_ended(remote_server, running, Display(sys.stderr))
     assert ended["status"] == "completed"
     assert not server.failures
     assert capsys.readouterr().err.count("Trying again.") == 1
@@ -301,8 +301,8 @@ def test_a_server_that_stays_away_is_given_up(
     monkeypatch.setattr(client_commands, "PATIENCE_S", 0.0)
     batch = {"id": "batch_1", "status": "in_progress"}
     server.failures += [503] * 3
-    with batch_client.BatchBar() as bar, pytest.raises(ServerError):
-        client_commands.until_ended(remote_server, batch, bar)
+    with pytest.raises(ServerError):
+        client_commands.until_ended(remote_server, batch, Display(io.StringIO()))
     assert not server.failures
 
 
@@ -475,36 +475,25 @@ def test_many_errors_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines == ["bad", *(f"line {i}: bad" for i in range(1, 5)), "and 4 more"]
 
 
-def test_a_terminal_gets_a_bar_that_moves(
-    capsys: Outputs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with batch_client.BatchBar() as bar:
-        bar.show({**BATCH, "status": "validating", "request_counts": None})
-        bar.show(BATCH)
-        for _ in range(2):
-            bar.show({**BATCH, "paused_reason": "it is day"})
-        bar.say("away")
-        counts = {"total": 4000, "completed": 3990, "failed": 10}
-        bar.show({**BATCH, "status": "completed", "request_counts": counts})
-    err = capsys.readouterr().err
-    assert "\rIn progress:  25% | 1000/4000 [" in err
-    assert "\rIn progress (paused):  25% |" in err
-    assert err.count("paused: it is day\n") == 1
-    assert "away\n" in err
-    assert "\rCompleted: 100% | 4000/4000 [" in err
-    # Spaces overwrite the rest of a longer line.
-    assert re.search(r"failed 10, cached 25%\] *\n", err)
-
-
-def test_a_log_gets_a_line_now_and_then(
-    capsys: Outputs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(batch_client.time, "monotonic", lambda: clock)
-    with batch_client.BatchBar() as bar:
-        for second in range(65):
-            clock = 1000.0 + second
-            bar.show(BATCH)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3
-    assert all(line.startswith("batch_1: in_progress:  25% |") for line in lines)
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_is_a_status_and_a_line_for_each_change(terminal: bool) -> None:
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal  # type: ignore[method-assign]
+    display = Display(stream)
+    waiting = {**BATCH, "status": "validating", "request_counts": None}
+    progress = batch_client.BatchProgress(display, waiting)
+    progress.update(BATCH)
+    for _ in range(2):
+        progress.update({**BATCH, "paused_reason": "it is day"})
+    counts = {"total": 4000, "completed": 3990, "failed": 10}
+    progress.update({**BATCH, "status": "completed", "request_counts": counts})
+    first, begun, paused, ended = stream.getvalue().splitlines()
+    assert first == "batch_1: validating"
+    assert begun.startswith("batch_1: in_progress: ") and "1000/4000 [" in begun
+    assert paused.startswith("batch_1: in_progress (paused: it is day): ")
+    assert ended.startswith("batch_1: completed: 100%") and "4000/4000 [" in ended
+    assert ended.endswith("failed 10, cached 25%]")
+    with display.showing(progress.__str__):
+        display._tick()
+    drawn = "\r\x1b[Kbatch_1: completed: 100%" in stream.getvalue()
+    assert drawn == terminal

@@ -244,13 +244,13 @@ class TestBatchSizeScaling:
         before = len(run.loop.running())
         assert before > 2
         limit = cells_of(run.rows) // 2
-        run.loop.limit_cells(limit)
+        run.limit_cells(limit)
         for _ in range(8):
             run.steps(1)
             assert cells_of(run.rows) <= limit
         fewer = len(run.loop.running())
         assert 1 <= fewer < before
-        run.loop.limit_cells(4000)
+        run.limit_cells(4000)
         run.steps(1)
         assert len(run.loop.running()) > fewer
         answers = run.finish()
@@ -265,9 +265,9 @@ class TestBatchSizeScaling:
         settings = DenseSettings(max_rows=8, host_cells=40)
         requests = requests_of(list(self.LENGTHS))
         run = Run(model, settings).add(requests).steps(10)
-        run.loop.limit_cells(90)
+        run.limit_cells(90)
         run.steps(2)
-        run.loop.limit_cells(2000)
+        run.limit_cells(2000)
         run.finish()
         computed = run.loop.counts.recomputed_tokens
         assert 0 < computed < 10 * len(requests) + sum(n for n, _ in self.LENGTHS)
@@ -278,7 +278,7 @@ class TestBatchSizeScaling:
         # Answers are longer than expected, so rows must leave in mid-run.
         requests = requests_of(list(self.LENGTHS), expected_len=4)
         run = Run(model, settings).add(requests)
-        while run.loop.has_work:
+        while run.loop.can_step:
             run.steps(1)
             assert cells_of(run.rows) <= 250
         assert run.loop.counts.preempted > 0
@@ -376,11 +376,11 @@ class TestShortMemory:
         ]
         rows = ShortOfMemory(SeparateRows(model), {"prefill": (3,)})
         run = Run(model, settings, rows=rows).add(requests[:2]).steps(5)
-        run.loop.limit_cells(45)
+        run.limit_cells(45)
         run.steps(1)
         assert run.loop.counts.preempted == 1
         # The row that comes back and a new one join together, and memory is short.
-        run.loop.limit_cells(1000)
+        run.limit_cells(1000)
         run.add(requests[2:]).finish()
         assert rows.calls["prefill"] == 4
         assert run.tokens() == expected(model, requests)

@@ -52,23 +52,6 @@ def expected(model: LoadedModel, requests: list[DenseRequest]) -> dict[str, list
 
 
 class TestTokens:
-    @pytest.mark.slow
-    @RULES
-    def test_a_row_that_runs_waits_when_it_no_longer_fits_alone(
-        self, model: LoadedModel, rule: int
-    ) -> None:
-        requests = [
-            request("long", rule, 40, 12),
-            request("short", rule, 5, 12),
-        ]
-        run = Run(model, SETTINGS).add(requests).steps(3)
-        run.loop.limit_cells(30)  # another process has taken the memory
-        run.steps(40)
-        assert set(run.answers) == {"short"}
-        run.loop.limit_cells(150)
-        run.finish()
-        assert run.tokens() == expected(model, requests)
-
     @RULES
     @pytest.mark.parametrize(
         "host_cells", [1 << 20, 60, 0], ids=["room", "few", "none"]
@@ -199,24 +182,6 @@ class TestChanges:
         assert not first & {*run.loop.running()}
         run.finish()
         assert {*list(run.answers)[-len(first) :]} == first
-        assert run.tokens() == expected(model, requests)
-
-    @pytest.mark.slow
-    @RULES
-    def test_rows_wait_for_a_higher_limit(self, model: LoadedModel, rule: int) -> None:
-        requests = mixed(rule)
-        run = Run(model, SETTINGS).add(requests).steps(4)
-        run.loop.limit_cells(35)
-        for _ in range(1000):
-            if not run.loop.can_step:
-                break
-            run.steps(1)
-        fit = {each.rid for each in requests if each.rid.endswith(("-0", "-1"))}
-        assert fit <= {*run.answers} < {each.rid for each in requests}
-        assert not run.loop.can_step
-        assert run.loop.has_work
-        run.loop.limit_cells(150)
-        run.finish()
         assert run.tokens() == expected(model, requests)
 
     def test_requests_are_planned_anew(self, model: LoadedModel) -> None:

@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from dense_runs import generated, greedy, prioritized, prompts, runs_nothing
+from dense_runs import (
+    generated,
+    greedy,
+    limit_cells,
+    prioritized,
+    prompts,
+    runs_nothing,
+)
 from tiny_models import tiny_model
 
 from sglang_batch.dense.decode_loop import DecodeLoop
@@ -72,7 +79,7 @@ class Started:
         return self.loop
 
     def limit_cells(self, max_cells: int) -> None:
-        self.worker.call(lambda: self.loop.limit_cells(max_cells))
+        self.worker.call(lambda: limit_cells(self.loop, max_cells))
 
     def __enter__(self) -> Started:
         return self
@@ -178,20 +185,6 @@ def test_a_limit_on_cells_may_be_changed_while_rows_run(
     for request in requests:
         expected = generated(model, request.input_ids, 40)
         assert list(answers[request.rid].output_ids) == expected
-
-
-def test_rows_that_wait_for_a_limit_use_no_processor(
-    model: LoadedModel, started: Started
-) -> None:
-    started.limit_cells(5)
-    (waiting,) = requests_of(1, 5)
-    started.worker.submit(waiting)
-    assert processor_s() < 0.2
-    assert not started.answers.found
-    started.limit_cells(1000)
-    answers = started.answers.wait(1)
-    expected = generated(model, waiting.input_ids, 5)
-    assert list(answers["0"].output_ids) == expected
 
 
 def test_priorities_reach_requests_that_are_open(started: Started) -> None:

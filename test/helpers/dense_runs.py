@@ -79,6 +79,11 @@ def generated(model: LoadedModel, ids: Sequence[int], count: int) -> list[int]:
     return tokens
 
 
+def limit_cells(loop: DecodeLoop, max_cells: int) -> None:
+    """Change the limit of a loop between two steps."""
+    loop._admission.max_cells, loop._changed = max_cells, True
+
+
 class Run:
     """A loop, and its answers by request id in the order in which they came.
 
@@ -113,6 +118,10 @@ class Run:
             self.loop.step()
         return self
 
+    def limit_cells(self, max_cells: int) -> None:
+        """Change the limit while rows run, so that some must leave or may come back."""
+        limit_cells(self.loop, max_cells)
+
     def finish(self, limit: int = 3000) -> dict[str, DenseAnswer]:
         """Make steps until no request is open, and return all answers.
 
@@ -120,7 +129,7 @@ class Run:
             AssertionError: requests are open after ``limit`` steps.
         """
         for _ in range(limit):
-            if not self.loop.has_work:
+            if not self.loop.can_step:
                 return self.answers
             self.loop.step()
         raise AssertionError(f"requests are open after {limit} steps")

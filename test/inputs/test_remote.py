@@ -133,7 +133,7 @@ def check_dataset(name: str) -> None:
 
 def test_a_mistyped_dataset_is_named_after_one_call(hub: WebFiles) -> None:
     check_dataset("org/there:config:train")
-    with pytest.raises(InputError, match=r"org/their: .* no such dataset"):
+    with pytest.raises(InputError, match=r"org/their: .* hub refuses it"):
         check_dataset("org/their")
     calls = [path for _, path in hub.log if path.startswith("/api/datasets")]
     assert calls == ["/api/datasets/org/there", "/api/datasets/org/their"]

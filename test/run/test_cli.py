@@ -258,13 +258,15 @@ OWN_MEANING = {
 def test_options_of_sglang_are_not_declared_again() -> None:
     flags = set(sglang_flags())
     declared = {
-        (path.name, word.value)
+        (path.name, flag)
         for path in Path(sglang_batch.__path__[0]).rglob("*.py")
         for call in ast.walk(ast.parse(path.read_text()))
         if isinstance(call, ast.Call)
-        and isinstance(call.func, ast.Attribute)
-        and call.func.attr == "add_argument"
-        for word in call.args
-        if isinstance(word, ast.Constant) and word.value in flags
+        and ast.unparse(call.func).endswith(("add_argument", "add_arguments"))
+        for argument in call.args
+        for text in ast.walk(argument)
+        if isinstance(text, ast.Constant) and isinstance(text.value, str)
+        for flag in re.findall(r"^(?:-\S+ )*(--[\w-]+)", text.value, re.MULTILINE)
+        if flag in flags
     }
     assert declared == OWN_MEANING

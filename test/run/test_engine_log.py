@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_batch.errors import ExitStatus, StoreWriteError
+from sglang_batch.errors import ConfigError, EngineError, StoreWriteError
 from sglang_batch.run.engine_log import EngineLog
 
 REDIRECTED = """\
@@ -23,6 +23,10 @@ with EngineLog(Path(sys.argv[1])) as log:
     print("to the terminal", file=log.terminal)
 print("after")
 """
+KINDS = {
+    1: (EngineError, "the engine died"),
+    2: (ConfigError, "the engine cannot start with this model and these options"),
+}
 TRACEBACK = """\
 [2026-01-01 00:00:00] Scheduler hit an exception: Traceback (most recent call last):
   File "scheduler.py", line 1, in run
@@ -76,8 +80,9 @@ def test_the_first_traceback_is_the_reason(
     log = EngineLog(tmp_path / "engine.log")
     log.path.write_text(TRACEBACK.format(written))
     failure = log.failure(RuntimeError("Initialization failed."), started=started)
-    assert failure.status == status and not failure.killed
-    assert failure.reason.startswith(reason)
+    kind, begin = KINDS[status]
+    assert type(failure) is kind
+    assert str(failure).startswith(f"{begin}: {reason}")
 
 
 @pytest.mark.parametrize("started", [False, True])
@@ -88,7 +93,8 @@ def test_a_child_that_the_system_killed(tmp_path: Path, started: bool) -> None:
     log.path.write_text(crashed if started else "")
     error = None if started else RuntimeError(said)
     failure = log.failure(error, started=started)
-    assert failure.killed and failure.status == ExitStatus.FAILED
+    assert type(failure) is EngineError
+    assert str(failure).startswith("the system killed a process of SGLang (SIGKILL)")
 
 
 HANDLED = """\
@@ -121,7 +127,7 @@ def test_a_handled_error_earlier_is_not_the_reason(
     log = EngineLog(tmp_path / "engine.log")
     log.path.write_text(HANDLED + last)
     failure = log.failure(None, started=True)
-    assert not failure.killed and failure.reason == reason
+    assert str(failure) == f"the engine died: {reason}. Engine's log: {log.path}"
 
 
 @pytest.mark.parametrize("signum", [11, 15])
@@ -132,15 +138,15 @@ def test_a_start_that_a_signal_ended_may_succeed_next_time(
     log.path.write_text("")
     said = f"Rank 0 scheduler died during initialization (exit code: -{signum}). If"
     failure = log.failure(RuntimeError(said), started=False)
-    assert failure.status == ExitStatus.FAILED and str(signum) in failure.reason
+    assert type(failure) is EngineError and str(signum) in str(failure)
 
 
 def test_an_error_of_this_process_is_the_reason(tmp_path: Path) -> None:
     log = EngineLog(tmp_path / "engine.log")
     log.path.write_text(HANDLED)
     failure = log.failure(NotImplementedError("no such mode"), started=False)
-    assert failure.reason == "NotImplementedError: no such mode"
-    assert failure.status == ExitStatus.BAD_INPUT
+    assert type(failure) is ConfigError
+    assert ": NotImplementedError: no such mode Engine's log" in str(failure)
 
 
 FULL = """\

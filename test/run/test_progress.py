@@ -12,6 +12,7 @@ from sglang_batch.fleet.fleet_worker import WorkerState
 from sglang_batch.request import Usage
 from sglang_batch.run import progress
 from sglang_batch.run.progress import Display, Progress
+from sglang_batch.run.running_job import engines_running
 from sglang_batch.store.result_log import ResultLog
 
 
@@ -109,7 +110,9 @@ def test_progress_tells_how_many_engines_run(
     Clock(monkeypatch)
     log = ResultLog(tmp_path / "log", 2)
     engines = [engine("a", "running"), engine("b", "lost"), engine("c", "running")]
-    shown = Progress(Display(io.StringIO()), 2, log, engines=lambda: engines)
+    shown = Progress(
+        Display(io.StringIO()), 2, log, engines=lambda: engines_running(engines)
+    )
     shown.rendered()
     shown.rendered()
     log.put(0, b"{}", ok=True, usage=Usage())

@@ -127,7 +127,7 @@ def test_several_engines_are_listed(tmp_path: Path) -> None:
     ]
     assert summary.engine_s == 1.5
     assert engines[1]["reason"] == gone
-    assert Summary.of_record(json.loads(summary.as_json())) == summary
+    assert msgspec.convert(json.loads(summary.as_json()), Summary) == summary
 
 
 def test_a_single_engine_is_not_listed(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_single_engine_is_not_listed(tmp_path: Path) -> None:
 def test_a_recorded_summary_is_read_back(tmp_path: Path) -> None:
     log, before = resumed_log(tmp_path / "log")
     summary = Summary.of_log(log, before, seconds=2.0)
-    assert Summary.of_record(json.loads(summary.as_json())) == summary
+    assert msgspec.convert(json.loads(summary.as_json()), Summary) == summary
 
 
 def test_merged_requests_are_counted_and_in_no_rate(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_merged_requests_are_counted_and_in_no_rate(tmp_path: Path) -> None:
             ResultLog(tmp_path / "none", 0), Counts(), seconds=1.0
         ).as_table()
     )
-    assert Summary.of_record(summary.as_dict()) == summary
+    assert msgspec.convert(summary.as_dict(), Summary) == summary
     log.close()
 
 
@@ -231,7 +231,7 @@ def test_the_order_of_fields_is_told(tmp_path: Path) -> None:
     assert "fields" not in summary.as_dict()
     saving = FieldSaving(rows=6, sampled=3, own_bytes=5000, bytes=1200)
     summary = replace(summary, fields=msgspec.structs.asdict(saving))
-    assert Summary.of_record(json.loads(summary.as_json())) == summary
+    assert msgspec.convert(json.loads(summary.as_json()), Summary) == summary
     assert (
         "order of fields      1,200 bytes of different beginnings, 5,000 in the template's "
         "order, by a sample of 3 rows\n"
@@ -245,7 +245,7 @@ def test_the_tail_the_cost_and_what_was_given_up_are_told(tmp_path: Path) -> Non
     assert (summary.engine_s, summary.dollars) == (9.0, 0.01)
     assert summary.given_up == 0
     summary = replace(summary, given_up=2)
-    assert Summary.of_record(json.loads(summary.as_json())) == summary
+    assert msgspec.convert(json.loads(summary.as_json()), Summary) == summary
     shown = " ".join(summary.as_table().split())
     assert "cost $0.0100 of this run" in shown
     assert (

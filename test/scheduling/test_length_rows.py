@@ -118,8 +118,7 @@ class Simulation:
         joining = chosen + [plain[i] for i in changes.joining]
         leaving = [self.running[i] for i in changes.leaving]
         by_number |= {each.number: each for each in leaving}  # some are too long by now
-        too_long = [by_number[number] for number in changes.chosen_too_long]
-        too_long += [plain[i] for i in changes.too_long]
+        too_long = [by_number[number] for number in changes.too_long]
         assert all(each.place is not None for each in chosen)
         assert not {*joining} & {*too_long}
         assert len({*joining}) == len(joining)
@@ -358,8 +357,8 @@ class TestTold:
         # Nobody has looked at it while others join.
         assert found.changes([], []).chosen == [1]
         found.remove(1)
-        assert found.changes([], []).chosen_too_long == [0]
-        assert not found.changes([], []).chosen_too_long
+        assert found.changes([], []).too_long == [0]
+        assert not found.changes([], []).too_long
 
     def test_the_rows_that_outlive_their_estimate_are_told_again(self) -> None:
         found = admission(4, 100)

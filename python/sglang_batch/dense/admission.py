@@ -52,36 +52,6 @@ class Row:
     priority: int
     number: int
 
-    def __post_init__(self) -> None:
-        if self.length < 1:
-            raise ValueError(
-                f"a row has a length of 1 or more, not {self.length}: prefill it first"
-            )
-        if self.left < 1:
-            raise ValueError(
-                f"a row has 1 or more steps left, not {self.left}; see expected_left()"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class RowChanges:
-    """What changes before the next step.
-
-    leaving: indices of running rows whose KV goes to the host.
-    joining: indices of waiting rows, in the order in which they join.
-    too_long: indices of waiting rows that cannot make a step even alone, up to the last one
-        that was considered. They wait until the limit is higher, or can be refused.
-    chosen: numbers of rows that join by length, in the order in which they join.
-    chosen_too_long: numbers of those that cannot make a step even alone. They no longer
-        wait.
-    """
-
-    leaving: Sequence[int]
-    joining: Sequence[int]
-    too_long: Sequence[int]
-    chosen: Sequence[int] = ()
-    chosen_too_long: Sequence[int] = ()
-
 
 def expected_left(expected: int, so_far: int, most: int) -> int:
     """Steps until an answer of ``so_far`` tokens is expected to end, at least 1.
@@ -118,16 +88,11 @@ def preempted(running: Sequence[Row], max_cells: int, steps: int = 0) -> list[in
     The choice is the one that moves the fewest tokens of the highest priority, then of the
     next one, and so on, then the fewest rows.
     """
+    everyone = range(len(running))
     choice = _least_moved(
-        running,
-        range(len(running)),
-        lambda kept: cells(kept, steps) <= max_cells,
+        running, everyone, lambda kept: cells(kept, steps) <= max_cells
     )
-    if choice is None:
-        raise ValueError(
-            f"the limit is {max_cells} cells, and must be 0 or more: even with no row "
-            "it is exceeded"
-        )
+    assert choice is not None, "no row takes no cells"
     return choice
 
 
@@ -217,7 +182,6 @@ class _Level:
         self._free.append(self._slot.pop(number))
 
     def join(self, number: int) -> None:
-        """A waiting row runs."""
         batch_state.join(self.batches, self._slot[number])
         del self.waiting[number]
         self.running.add(number)
@@ -276,13 +240,16 @@ class _Level:
 
 
 @dataclass(slots=True)
-class _Change:
-    """The batch while it is decided who leaves and who joins.
+class RowChanges:
+    """What changes before the next step.
 
     batch: the rows so far.
     passed: rows that wait, which later ones would pass.
     in_vain: rows that were offered and did not fit.
-    joining, too_long, chosen, chosen_too_long: see :class:`RowChanges`.
+    joining: indices of waiting rows, in the order in which they join.
+    chosen: numbers of rows that join by length, in the order in which they join.
+    too_long: numbers of rows that cannot make a step even alone, up to the last one that was
+        considered. They no longer wait.
     """
 
     running: Sequence[Row]
@@ -292,23 +259,22 @@ class _Change:
     passed: list[Row] = field(default_factory=list)
     in_vain: int = 0
     joining: list[int] = field(default_factory=list)
-    too_long: list[int] = field(default_factory=list)
     chosen: list[int] = field(default_factory=list)
-    chosen_too_long: list[int] = field(default_factory=list)
+    too_long: list[int] = field(default_factory=list)
 
     def take_out(self, row: Row) -> None:
-        """A row leaves the batch."""
         self.batch = [other for other in self.batch if other.number != row.number]
 
-    def leaving(self, running: Sequence[Row]) -> list[int]:
-        """Indices of running rows that are not in the batch any more."""
+    @property
+    def leaving(self) -> list[int]:
+        """Indices of running rows whose KV goes to the host."""
         kept = {row.number for row in self.batch}
-        return [i for i, row in enumerate(running) if row.number not in kept]
+        return [i for i, row in enumerate(self.running) if row.number not in kept]
 
 
 @dataclass(slots=True)
 class Admission:
-    """Chooses who runs. The limits may be changed between any two calls.
+    """Chooses who runs. ``max_rows`` may be changed between any two calls.
 
     It is told by :meth:`add` and :meth:`remove` of rows that join by length.
 
@@ -331,14 +297,6 @@ class Admission:
     _levels: dict[int, _Level] = field(default_factory=dict, init=False, repr=False)
     _priority: dict[int, int] = field(default_factory=dict, init=False, repr=False)
     _ticks: int = field(default=0, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.max_rows < 1:
-            raise ValueError(f"max_rows is {self.max_rows}, and must be 1 or more")
-        if self.max_cells < 0:
-            raise ValueError(f"max_cells is {self.max_cells}, and must be 0 or more")
-        if self.max_passes < 0:
-            raise ValueError(f"max_passes is {self.max_passes}, and must be 0 or more")
 
     def add(self, row: Row, place: ByLength) -> None:
         """A row waits to join by its length: a new one, or one that has run."""
@@ -369,7 +327,6 @@ class Admission:
             del self._levels[priority]
 
     def tick(self) -> None:
-        """A decode step was taken."""
         self._ticks += 1
         for level in self._levels.values():
             batch_state.tick(level.batches)
@@ -422,13 +379,8 @@ class Admission:
                 break  # nobody of lower priority passes them
         # A row that was chosen may have left again, or was only asked to leave.
         new = {row.number for row in change.batch} - {row.number for row in running}
-        return RowChanges(
-            change.leaving(running),
-            change.joining,
-            change.too_long,
-            [number for number in dict.fromkeys(change.chosen) if number in new],
-            change.chosen_too_long,
-        )
+        change.chosen = [n for n in dict.fromkeys(change.chosen) if n in new]
+        return change
 
     def _law(self, running: Sequence[Row], host_room: int | None) -> BatchLaw:
         held = sum(row.length for row in running)
@@ -442,7 +394,7 @@ class Admission:
             parks=host_room is None or held <= host_room,
         )
 
-    def _fill(self, found: _Change, priority: int) -> None:
+    def _fill(self, found: RowChanges, priority: int) -> None:
         """Let rows of one priority join."""
         waiting = found.waiting
         others = deque(i for i, row in enumerate(waiting) if row.priority == priority)
@@ -454,7 +406,7 @@ class Admission:
             elif not self._offer_first(found, others):
                 others.clear()
 
-    def _offer_first(self, found: _Change, others: deque[int]) -> bool:
+    def _offer_first(self, found: RowChanges, others: deque[int]) -> bool:
         """Offer the first row of those without a rule. Whether to continue with them."""
         i = others.popleft()
         outcome = self._offer(found, found.waiting[i])
@@ -462,11 +414,11 @@ class Admission:
             found.joining.append(i)
             self._let_wait(found)
         elif outcome is Offer.TOO_LONG:
-            found.too_long.append(i)
+            found.too_long.append(found.waiting[i].number)
         in_vain = found.in_vain > self.max_passes
         return outcome is not Offer.STAYS_BEHIND and not in_vain
 
-    def _offer_chosen(self, found: _Change, level: _Level) -> bool:
+    def _offer_chosen(self, found: RowChanges, level: _Level) -> bool:
         """Offer the row that joins next by its length. Whether to continue with them."""
         row = level.propose(found.law, found.batch) if level.waiting else None
         if row is None:
@@ -480,7 +432,7 @@ class Admission:
             return True
         if outcome is Offer.TOO_LONG:
             self.remove(row.number)
-            found.chosen_too_long.append(row.number)
+            found.too_long.append(row.number)
             return True
         found.in_vain -= outcome is Offer.IN_VAIN
         old = level.old(found.batch) if level.rule == TREE and found.law.parks else []
@@ -491,7 +443,7 @@ class Admission:
         level.add_again(longest)
         return True
 
-    def _let_wait(self, found: _Change) -> None:
+    def _let_wait(self, found: RowChanges) -> None:
         """Note the rows that have left for others."""
         if self._levels:
             kept = {row.number for row in found.batch}
@@ -512,16 +464,16 @@ class Admission:
 
     def _begin(
         self, running: Sequence[Row], waiting: Sequence[Row], law: BatchLaw
-    ) -> _Change:
+    ) -> RowChanges:
         """The batch without the rows that must leave before the next step."""
-        change = _Change(running, waiting, law, list(running))
+        change = RowChanges(running, waiting, law, list(running))
         for i in preempted(running, self.max_cells, steps=1):
             change.take_out(running[i])
             if not self._is_too_long(running[i]):
                 change.passed.append(running[i])
         return change
 
-    def _offer(self, change: _Change, row: Row) -> Offer:
+    def _offer(self, change: RowChanges, row: Row) -> Offer:
         """Let a waiting row join if it can. Others may leave for it."""
         if self._must_stay_behind(row, change.passed):
             return Offer.STAYS_BEHIND
@@ -572,7 +524,7 @@ def _soon_parked(row: Row) -> Row:
     return replace(row, left=min(row.left, CHECK_TICKS))
 
 
-def _has_fewer(level: _Level, found: _Change, priority: int) -> bool:
+def _has_fewer(level: _Level, found: RowChanges, priority: int) -> bool:
     """Whether fewer rows of the batch joined by length than others of their priority."""
     here = [row for row in found.batch if row.priority == priority]
     own = sum(row.number in level.running for row in here)

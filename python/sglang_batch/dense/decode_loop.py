@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from ..batch_api.stop_rules import Cut
 from .admission import Admission, ByLength, Row, expected_left
 from .model import LoadedModel
 from .prefill import Prefilled
@@ -68,13 +67,10 @@ class DecodeLoop:
         # Those that join in their order, and those that join by length.
         self._waiting, self._by_length = WaitingQueries(), WaitingQueries()
         self._running: list[Query] = []
-        # They wait for a higher limit on cells.
-        self._too_long: list[Query] = []
         limit = settings.max_cells
-        self._most_cells = _NO_LIMIT if limit is None else limit
         self._admission = Admission(
             settings.max_rows,
-            self._most_cells,
+            _NO_LIMIT if limit is None else limit,
             step_cells=settings.step_cells,
             most_cells=settings.max_rows * model.context_len,
         )
@@ -85,29 +81,13 @@ class DecodeLoop:
         self.counts = LoopCounts()
 
     @property
-    def has_work(self) -> bool:
-        """Whether a request is open."""
-        return self.can_step or bool(self._too_long)
-
-    @property
     def can_step(self) -> bool:
-        """Whether a step does anything. It does not if all wait for a higher limit."""
+        """Whether a request is open."""
         return bool(self._waiting or self._by_length or self._running)
 
     def running(self) -> list[str]:
         """Ids of the requests that decode."""
         return [query.request.rid for query in self._running]
-
-    def limit_cells(self, max_cells: int) -> None:
-        """Change the limit on KV cells. Rows that do not fit leave before the next step. Those
-        that do not even fit alone wait for a higher limit, unless they exceed that of the
-        settings.
-        """
-        self._admission.max_cells = max_cells
-        too_long, self._too_long = self._too_long, []
-        for query in too_long:
-            self._let_wait(query)
-        self._changed = True
 
     def revise(self, revised: Callable[[DenseRequest], DenseRequest]) -> None:
         """Change the plan of open requests. Rows leave before the next step for others that
@@ -122,9 +102,8 @@ class DecodeLoop:
                 self._queue_of(query).take(query.number)
                 query.request = request
                 self._let_wait(query)
-        for query in (*self._running, *self._too_long):
-            query.request = revised(query.request)
         for query in self._running:
+            query.request = revised(query.request)
             self._admission.runs(query.row(), self._place_of(query))
         self._changed = True
 
@@ -132,23 +111,20 @@ class DecodeLoop:
         """Open a request. One that cannot run is answered with an error at once."""
         try:
             query = self._opener.open(request)
-            self._check_fits(query)
+            if query.length + 1 > self._admission.max_cells:
+                raise ValueError(self._no_room_for(query))
         except ValueError as error:
             self._on_answer(request, DenseAnswer((), "abort", error=str(error)))
             return
         self._let_wait(query)
         self._changed = True
 
-    def abort(self, rid: str, error: str = "The request was aborted.") -> None:
+    def abort(self, rid: str) -> None:
         """End a request. An unknown one is ignored."""
-        for at, query in enumerate((*self._too_long, *self._all_waiting())):
+        error = "The request was aborted."
+        for query in self._all_waiting():
             if query.request.rid == rid:
-                if at < len(self._too_long):
-                    del self._too_long[at]
-                else:
-                    self._queue_of(query).take(query.number)
-                self._forget_kv(query)
-                self._fail(query, error)
+                self._refuse(query, error)
                 return
         for row, query in enumerate(self._running):
             if query.request.rid == rid:
@@ -194,8 +170,6 @@ class DecodeLoop:
         except torch.OutOfMemoryError:
             return None
 
-    # Who runs ---------------------------------------------------------------------------
-
     def _over_limit(self) -> bool:
         count = len(self._running)
         width = max(self._rows.lengths, default=0) + 1
@@ -213,18 +187,13 @@ class DecodeLoop:
         joining = [self._waiting.take(window[i].number) for i in changes.joining]
         joining.sort(key=lambda query: query.order)
         joining += [self._by_length.take(number) for number in changes.chosen]
-        too_long = [self._waiting.take(window[i].number) for i in changes.too_long]
         for row in sorted(changes.leaving, reverse=True):
             self._preempt(row)
-        for number in changes.chosen_too_long:  # some of them ran, and wait only now
-            too_long.append(self._by_length.take(number))
-            self._admission.remove(number)
-        for query in too_long:
-            self._set_aside(query)
+        too_long = {*changes.too_long}  # some of them ran, and wait only now
+        for query in [q for q in self._all_waiting() if q.number in too_long]:
+            self._refuse(query, self._no_room_for(query))
         if joining:
             self._join(joining)
-
-    # Who waits --------------------------------------------------------------------------
 
     def _place_of(self, query: Query) -> ByLength | None:
         # Rows that are computed one by one need not be alike.
@@ -244,25 +213,17 @@ class DecodeLoop:
         else:
             self._admission.remove(query.number)
 
-    def _set_aside(self, query: Query) -> None:
-        """Let a row wait that does not fit alone, or fail it if it never will."""
-        try:
-            self._check_fits(query)
-        except ValueError as error:
-            self._forget_kv(query)
-            self._fail(query, str(error))
-            return
-        self._too_long.append(query)
-        self._changed = True  # those behind it were not looked at
+    def _refuse(self, query: Query, error: str) -> None:
+        self._queue_of(query).take(query.number)
+        self._forget_kv(query)
+        self._fail(query, error)
 
-    def _check_fits(self, query: Query) -> None:
-        """Raises ValueError if a row can make no step even alone and later."""
-        limit = max(self._most_cells, self._admission.max_cells)
-        if query.length + 1 > limit:
-            raise ValueError(
-                f"{query.length + 1} tokens do not fit into the {limit} cells of KV; "
-                "raise --max-total-tokens."
-            )
+    def _no_room_for(self, query: Query) -> str:
+        """Why a row can make no step even alone."""
+        return (
+            f"{query.length + 1} tokens do not fit into the {self._admission.max_cells} "
+            "cells of KV; raise --max-total-tokens."
+        )
 
     def _join(self, joining: Sequence[Query]) -> None:
         ready = [query for query in joining if query.kv is not None]
@@ -352,7 +313,7 @@ class DecodeLoop:
         """Release memory that only waiting rows need: it has run out."""
         self._rows.forget()
         self._computes_ahead = False
-        for query in (*self._all_waiting(), *self._too_long):
+        for query in self._all_waiting():
             if query.kv is not None:
                 query.kv = self._rows.to_host(query.kv)
 
@@ -402,8 +363,6 @@ class DecodeLoop:
         if query.kv is not None:
             query.kv = None
             self._host_cells -= query.length
-
-    # Tokens -----------------------------------------------------------------------------
 
     def _begin(self, query: Query, found: Prefilled) -> bool:
         """Take the first token after a prompt, or none if its answer continues. Whether the row
@@ -466,24 +425,18 @@ class DecodeLoop:
             ending = Ending("length")
         if ending is None:
             return False
-        self._answer(query, ending.reason, ending.matched, ending.error)
+        self._answer(query, ending)
         return True
 
     def _fail(self, query: Query, error: str) -> None:
-        self._answer(query, "abort", error=error)
+        self._answer(query, Ending("abort", error=error))
 
-    def _answer(
-        self,
-        query: Query,
-        reason: str,
-        matched: int | str | Cut | None = None,
-        error: str | None = None,
-    ) -> None:
+    def _answer(self, query: Query, ending: Ending) -> None:
         self._changed = True
         self._admission.remove(query.number)
         answer = DenseAnswer(
-            query.tokens, reason, matched, error, query.cached_tokens,
-            query.logprobs, query.prompt_logprobs,
+            query.tokens, ending.reason, ending.matched, ending.error,
+            query.cached_tokens, query.logprobs, query.prompt_logprobs,
         )  # fmt: skip
         self._on_answer(query.request, answer)
 
@@ -561,7 +514,6 @@ class WaitingQueries:
         return self._ordered[at : at + count]
 
     def add(self, query: Query) -> None:
-        """A request waits from now on."""
         insort(self._ordered, query, key=lambda each: each.order)
         self._by_number[query.number] = query
 
@@ -596,37 +548,30 @@ MakeGrammars = Callable[..., Any]
 """Makes a ``Grammars`` of :mod:`sglang_batch.srt.dense.grammars`, by its arguments."""
 
 
+@dataclass
 class QueryOpener:
     """Opens requests for one model, and numbers them as they come.
 
-    Args:
-        seed: of the engine, for rows that name none.
-        tokenizer: of transformers, for stop strings. May be None without.
-        make_grammars: makes the grammars of all rows, when the first has one.
+    seed: of the engine, for rows that name none.
+    tokenizer: of transformers, for stop strings. May be None without.
+    make_grammars: makes the grammars of all rows, when the first has one.
     """
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        seed: int,
-        tokenizer: Any,
-        make_grammars: MakeGrammars | None,
-    ) -> None:
-        self._model = model
-        self._seed = seed
-        self._tokenizer = tokenizer
-        self._make_grammars = make_grammars
-        self._num_opened = 0
+    model: LoadedModel
+    seed: int
+    tokenizer: Any
+    make_grammars: MakeGrammars | None
+    num_opened: int = 0
 
     @cached_property
     def grammars(self) -> Any:
         """Those of all rows. Raises ValueError without a tokenizer."""
-        if self._tokenizer is None or self._make_grammars is None:
+        if self.tokenizer is None or self.make_grammars is None:
             raise ValueError("A grammar needs the model's tokenizer.")
-        return self._make_grammars(
-            self._tokenizer,
-            vocab_size=self._model.vocab_size,
-            eos_ids=self._model.eos_token_ids,
+        return self.make_grammars(
+            self.tokenizer,
+            vocab_size=self.model.vocab_size,
+            eos_ids=self.model.eos_token_ids,
         )
 
     def open(self, request: DenseRequest) -> Query:
@@ -635,30 +580,30 @@ class QueryOpener:
         self._check_tokens(request)
         stopping, sampling = request.stopping, request.sampling
         reads_text = stopping.strings or stopping.regexes or stopping.rules.reads_text
-        if self._tokenizer is None and reads_text:
+        if self.tokenizer is None and reads_text:
             raise ValueError("Stop strings and regexes need the model's tokenizer.")
         grammar = None
         if sampling.grammar is not None:
             grammar = self.grammars.row(*sampling.grammar)
-        number, self._num_opened = self._num_opened, self._num_opened + 1
-        ends = self._model.eos_token_ids
+        number, self.num_opened = self.num_opened, self.num_opened + 1
+        ends = self.model.eos_token_ids
         sampler = RowSampler(
             sampling,
-            vocab_size=self._model.vocab_size,
-            seed=drawn_seed(self._seed, number),
+            vocab_size=self.model.vocab_size,
+            seed=drawn_seed(self.seed, number),
             ending_ids=ending_ids(stopping, ends),
             min_new_tokens=stopping.min_new_tokens,
         )
         row_stopping = RowStopping(
             stopping,
             eos_ids=ends,
-            tokenizer=self._tokenizer,
+            tokenizer=self.tokenizer,
             prompt_ids=request.input_ids,
         )
         return Query(request, number, sampler, row_stopping, grammar, [], [])
 
     def _check_length(self, request: DenseRequest) -> None:
-        length, most = len(request.input_ids), self._model.context_len
+        length, most = len(request.input_ids), self.model.context_len
         if not length:
             raise ValueError("The prompt has no tokens.")
         if length >= most:
@@ -669,7 +614,7 @@ class QueryOpener:
 
     def _check_tokens(self, request: DenseRequest) -> None:
         """Raises ValueError for tokens that the model does not have."""
-        logprobs, size = request.logprobs, self._model.vocab_size
+        logprobs, size = request.logprobs, self.model.vocab_size
         asked = () if logprobs is None else logprobs.token_ids
         for name, tokens in (("prompt", request.input_ids), ("logprobs", asked)):
             for token in (min(tokens, default=0), max(tokens, default=0)):

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
 from torch.nn.functional import normalize
+from transformers.utils import cached_file
 
 from ..errors import ConfigError
 
@@ -160,15 +159,16 @@ class CheckpointFiles:
         """A file, downloaded if need be, or None if there is none. Raises ConfigError if it
         cannot be downloaded.
         """
-        folder = Path(self.path).expanduser()
-        if folder.is_dir():
-            return folder / name if (folder / name).is_file() else None
         try:
-            return Path(hf_hub_download(self.path, name, revision=self.revision))
-        except EntryNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
+            found = cached_file(
+                Path(self.path).expanduser(),
+                name,
+                revision=self.revision,
+                _raise_exceptions_for_missing_entries=False,
+            )
+        except OSError as error:
             raise ConfigError(f"{name} of {self.path}: {error}") from error
+        return None if found is None else Path(found)
 
     def json(self, name: str) -> Any:
         """A file's JSON value, or None if there is no such file. Raises ConfigError if it

@@ -108,14 +108,9 @@ class Prefill:
         return after, before
 
     def _extend_path(self, prefix: Sequence[int], have: int) -> None:
-        new = torch.tensor([list(prefix[have:])], device=self._model.device)
-        cache = self._cache(have, 1)
-        total = len(prefix)
-        positions = torch.arange(have, total, device=new.device)[None]
-        mask = torch.ones(1, total, dtype=torch.int64, device=new.device)
-        self._model.logits(new, mask, positions, cache, [total - have - 1])
-        self.computed_tokens += total - have
-        self._path, self._path_kv = list(prefix), row_of(cache, 0, total)
+        new = list(prefix[have:])
+        cache, _ = self._forward([new], have, [len(new) - 1])
+        self._path, self._path_kv = list(prefix), row_of(cache, 0, len(prefix))
 
     def _companions(
         self,
@@ -146,25 +141,10 @@ class Prefill:
         self, batch: Sequence[DenseRequest], shared: int, cached: Sequence[int]
     ) -> Iterator[Prefilled]:
         """Compute the tokens after the path. ``cached``: see :class:`Prefilled`."""
-        device = self._model.device
         suffixes = [list(request.input_ids[shared:]) for request in batch]
-        longest = max(map(len, suffixes))
-        padded = [ids + ids[-1:] * (longest - len(ids)) for ids in suffixes]
-        cache = self._cache(shared, len(batch))
-        positions = torch.arange(shared, shared + longest, device=device)
-        mask = torch.ones(
-            len(batch), shared + longest, dtype=torch.int64, device=device
-        )
         start = prompt_from(batch[0])
         last = None if start is not None else [len(ids) - 1 for ids in suffixes]
-        logits = self._model.logits(
-            torch.tensor(padded, device=device),
-            mask,
-            positions.expand(len(batch), -1),
-            cache,
-            last,
-        )
-        self.computed_tokens += sum(map(len, suffixes))
+        cache, logits = self._forward(suffixes, shared, last)
         for row, request in enumerate(batch):
             kv = row_of(cache, row, len(request.input_ids))
             if row == len(batch) - 1:
@@ -176,6 +156,21 @@ class Prefill:
                     request, kv, logits[row, -1], logits[row, start - shared :],
                     cached[row],
                 )  # fmt: skip
+
+    def _forward(
+        self, suffixes: Sequence[list[int]], shared: int, last: Sequence[int] | None
+    ) -> tuple[DynamicCache, torch.Tensor]:
+        """The cache and logits of tokens after ``shared`` ones of the path."""
+        device, rows = self._model.device, len(suffixes)
+        longest = max(map(len, suffixes))
+        padded = [ids + ids[-1:] * (longest - len(ids)) for ids in suffixes]
+        new = torch.tensor(padded, device=device)
+        cache = self._cache(shared, rows)
+        positions = torch.arange(shared, shared + longest, device=device)
+        mask = torch.ones(rows, shared + longest, dtype=torch.int64, device=device)
+        logits = self._model.logits(new, mask, positions.expand(rows, -1), cache, last)
+        self.computed_tokens += sum(map(len, suffixes))
+        return cache, logits
 
     def _cache(self, length: int, rows: int) -> DynamicCache:
         """A cache that holds so many tokens of the path, for each row."""

@@ -76,7 +76,6 @@ class RowSampler:
         )
 
     def append(self, token: int) -> None:
-        """Add a token to the answer."""
         self.num_tokens += 1
         if self._counted:
             self._counts[token] += 1
@@ -200,7 +199,10 @@ def prompt_logprobs(
 
 
 def _check(sampling: Sampling, vocab_size: int) -> None:
+    each, once = sampling.frequency_penalty, sampling.presence_penalty
     for name, fits, allowed in (
+        ("frequency_penalty", math.isfinite(each), "a finite number"),
+        ("presence_penalty", math.isfinite(once), "a finite number"),
         ("temperature", 0.0 <= sampling.temperature < math.inf, "0 or more"),
         ("top_k", sampling.top_k == -1 or sampling.top_k >= 1, "-1 or at least 1"),
         ("top_p", 0.0 < sampling.top_p <= 1.0, "more than 0, at most 1"),
@@ -213,11 +215,6 @@ def _check(sampling: Sampling, vocab_size: int) -> None:
     ):
         if not fits:
             raise ValueError(f"{name} is {getattr(sampling, name)}; give {allowed}")
-    for name in ("frequency_penalty", "presence_penalty"):
-        if not math.isfinite(getattr(sampling, name)):
-            raise ValueError(
-                f"{name} is {getattr(sampling, name)}; give a finite number"
-            )
     for token in sampling.logit_bias:
         if not 0 <= token < vocab_size:
             raise ValueError(

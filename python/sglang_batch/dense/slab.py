@@ -181,7 +181,10 @@ class Slab:
             assert like is not None
             self.front = self.column = width
             self.layers = [
-                (_zeros(rows, columns, keys), _zeros(rows, columns, values))
+                (
+                    keys.new_zeros(rows, keys.shape[0], columns, keys.shape[2]),
+                    values.new_zeros(rows, values.shape[0], columns, values.shape[2]),
+                )
                 for keys, values in like.layers
             ]
             return
@@ -270,13 +273,6 @@ class Slab:
 def slack(width: int) -> int:
     """Free columns that are allocated behind rows of this width."""
     return max(_MIN_SLACK, width // 8)
-
-
-def _zeros(rows: int, columns: int, like: Any) -> torch.Tensor:
-    heads, _, head_dim = like.shape
-    return torch.zeros(
-        rows, heads, columns, head_dim, dtype=like.dtype, device=like.device
-    )
 
 
 class SlabCache(Cache):  # type: ignore[misc]

@@ -46,7 +46,6 @@ class DenseWorker:
         self.failure: Exception | None = None
 
     def start(self) -> None:
-        """Begin to answer."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -57,7 +56,6 @@ class DenseWorker:
             self._thread.join()
 
     def submit(self, request: DenseRequest) -> None:
-        """Have a request answered."""
         self.call(lambda: self._add(request))
 
     def abort(self, rid: str) -> None:

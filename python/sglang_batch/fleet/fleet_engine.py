@@ -11,11 +11,13 @@ import asyncio
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import SGLangBatchError
+import uvloop
+
 from ..job.engine import KvUse, PreparedRequest, ReplicaLost
 from ..job.retrying_engine import engine_died
 from ..planner.machine_model import Machine
@@ -28,8 +30,8 @@ from ..request import (
 from ..scheduling.job_plan import JobPlan, unplanned
 from ..scheduling.running_tree import TreeNow
 from . import plan_bytes
-from .fleet_renderer import FleetLine, FleetRenderer, restored
-from .fleet_worker import FleetWorker, SentLine, WorkerState
+from .fleet_renderer import FleetLine, restored
+from .fleet_worker import FleetWorker, SentLine
 from .fleet_workers import FleetWorkers
 from .head_state import CrashCounts
 from .messages import (
@@ -48,15 +50,13 @@ from .places import Place
 logger = logging.getLogger(__name__)
 
 
-class FleetEngine:
+class FleetEngine(FleetWorkers):
     """Runs requests on workers at ``places``.
 
     Args:
-        epoch: higher than that of any earlier head of these workers.
         min_workers: the job starts with so many, or with all that can start if these are
             fewer.
-        gives_up: whether a place is left out where no worker lasts, and not tried again.
-        crashes: of earlier heads of the same jobs.
+        epoch, gives_up, crashes: see :class:`.FleetWorkers`.
 
     Raises:
         ConfigError: there are no places.
@@ -71,21 +71,9 @@ class FleetEngine:
         gives_up: bool = True,
         crashes: CrashCounts | None = None,
     ) -> None:
+        super().__init__(places, epoch, crashes or CrashCounts(), gives_up=gives_up)
         self._min_workers = min_workers
         self._jobs: dict[str, FleetJob] = {}
-        self._crashes = crashes or CrashCounts()
-        self._renderer = FleetRenderer()
-        self.workers = FleetWorkers(
-            places,
-            epoch,
-            self._renderer,
-            self._crashes,
-            gives_up=gives_up,
-            on_join=self._joined,
-            on_event=self._heard,
-        )
-
-    # Start and end --------------------------------------------------------------------
 
     async def connect(self) -> None:
         """Start the workers, and wait until there are enough of them.
@@ -95,76 +83,56 @@ class FleetEngine:
                 differ.
             EngineError: too few could start.
         """
-        await self.workers.start(self._min_workers)
-
-    async def close(self) -> None:
-        """End the workers that this fleet has started."""
-        await self.workers.close()
-
-    def states(self) -> list[WorkerState]:
-        """The table of workers."""
-        return self.workers.states()
-
-    # The Engine protocol --------------------------------------------------------------
+        await self.start(self._min_workers)
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        return _about(self.workers.reference).model_names
+        return _about(self.reference).model_names
 
     @property
     def default_max_inflight(self) -> int:
-        return sum(_about(w).default_max_inflight for w in self.workers.live) or 1
+        return sum(_about(w).default_max_inflight for w in self.live) or 1
 
     @property
     def max_running_requests(self) -> int:
-        return sum(_about(w).max_running_requests for w in self.workers.live)
+        return sum(_about(w).max_running_requests for w in self.live)
 
     @property
     def is_paused(self) -> bool:
         return False
 
     @property
-    def machine(self) -> Machine:
-        """That with the least KV: what fits there fits everywhere."""
-        return self.workers.machine
-
-    @property
     def num_replicas(self) -> int:
-        return len(self.workers.slots)
+        return len(self.slots)
 
     @property
     def replica_changes(self) -> FleetWorkers:
-        return self.workers
-
-    @property
-    def failure(self) -> SGLangBatchError | None:
-        """Why nothing will run any more."""
-        return self.workers.failure
+        return self
 
     async def kv_use(self) -> KvUse | None:
         total: Counter[str] = Counter()
-        for found in await self.workers.ask(EngineQuery("kv_use"), KvUse):
+        for found in await self.ask(EngineQuery("kv_use"), KvUse):
             total.update(dataclasses.asdict(found))
         return KvUse(**total) if total else None
 
     async def running_tree(self, limit: int) -> list[TreeNow] | None:
         trees: list[Any] = []
         query = EngineQuery("running_tree", limit)
-        for found in await self.workers.ask(query, list[dict[str, Any]]):
+        for found in await self.ask(query, list[dict[str, Any]]):
             trees += found
         return trees or None
 
     async def running_s(self) -> dict[str, float]:
         seconds: dict[str, float] = {}
         query = EngineQuery("running_s")
-        for found in await self.workers.ask(query, dict[str, float]):
+        for found in await self.ask(query, dict[str, float]):
             seconds |= found
         return seconds
 
     async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
         job = self._jobs.setdefault(job_id, FleetJob(plans, lambda _: None))
         job.plans = plans
-        for worker in self.workers.live:
+        for worker in self.live:
             slots, machine = worker.slots, self.machine
             commands = await asyncio.to_thread(job.commands, job_id, slots, machine)
             for command in commands:
@@ -177,12 +145,12 @@ class FleetEngine:
     async def set_priority(self, job_id: str, priority: int) -> None:
         if (job := self._jobs.get(job_id)) is not None:
             job.priority = priority
-        for worker in self.workers.live:
+        for worker in self.live:
             worker.send(SetPriority(job_id, priority))
 
     async def close_job(self, job_id: str) -> None:
         self._jobs.pop(job_id, None)
-        for worker in self.workers:
+        for worker in self:
             worker.send(CloseJob(job_id))
 
     async def prepare(
@@ -190,7 +158,7 @@ class FleetEngine:
     ) -> PreparedRequest | RequestOutput:
         if not tokenize:
             return FleetLine(request, rid)
-        self.workers.check()
+        self.check()
         rendering = await self._renderer.render(request, rid)
         if isinstance(rendering, LineAnswer):
             return rendering.output()
@@ -215,9 +183,9 @@ class FleetEngine:
         if is_suspect and self._has_lines(parse_request_id(prepared.rid)[0]):
             raise ReplicaLost("it waits until it can run alone", is_suspect=True)
         if replica is not None:
-            return await self._run(prepared, *self.workers.slots[replica])
+            return await self._run(prepared, *self.slots[replica])
         while True:
-            slot = await self.workers.least_busy()
+            slot = await self.least_busy()
             try:
                 return await self._run(prepared, *slot)
             except ReplicaLost as lost:
@@ -229,16 +197,14 @@ class FleetEngine:
         job_id, _, _ = parse_request_id(rid)
         if (job := self._jobs.get(job_id)) is not None:
             job.ending.add(rid)
-        for worker in self.workers.live:
+        for worker in self.live:
             if any(line_request_id(each) == rid for each in worker.lines):
                 worker.send(EndLine(rid))
-
-    # Lines ----------------------------------------------------------------------------
 
     async def _run(
         self, line: FleetLine, worker: FleetWorker, replica: int
     ) -> RequestOutput:
-        self.workers.check()
+        self.check()
         if self._crashes.is_reason(line.rid):
             return engine_died(line.rid, self._crashes[line.rid])
         link = worker.link
@@ -266,10 +232,8 @@ class FleetEngine:
 
     def _has_lines(self, job_id: str) -> bool:
         """Whether workers have lines of a job."""
-        lines = (line for worker in self.workers for line in worker.lines.values())
+        lines = (line for worker in self for line in worker.lines.values())
         return any(line.job_id == job_id for line in lines)
-
-    # Workers --------------------------------------------------------------------------
 
     def _joined(self, worker: FleetWorker) -> None:
         # All at once: a line must not be sent before its job is open.
@@ -277,7 +241,7 @@ class FleetEngine:
             for command in job.commands(job_id, worker.slots, self.machine):
                 worker.send(command)
 
-    def _heard(self, worker: FleetWorker, event: LineAnswer | LinesJoined) -> None:
+    def _answered(self, worker: FleetWorker, event: LineAnswer | LinesJoined) -> None:
         match event:
             case LineAnswer():
                 line = worker.lines.get(event.rid)
@@ -288,11 +252,24 @@ class FleetEngine:
                 assert worker.machine is not None
                 cost = worker.machine.cost
                 if worker.meter.answered(cost, output.usage, _now()):
-                    self.workers.measured()
+                    self.measured()
             case LinesJoined():
                 worker.joined(event.job_id, event.numbers)
                 if (job := self._jobs.get(event.job_id)) is not None:
                     job.on_joined(event.numbers)
+
+
+@contextmanager
+def on_loop(
+    engine: FleetEngine,
+) -> Iterator[tuple[FleetEngine, asyncio.AbstractEventLoop]]:
+    """A fleet and an event loop for its calls, until the block ends."""
+    loop = uvloop.new_event_loop()
+    try:
+        yield engine, loop
+    finally:
+        loop.run_until_complete(engine.close())
+        loop.close()
 
 
 def _about(worker: FleetWorker) -> About:

@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import msgspec
 
@@ -24,53 +25,38 @@ from .messages import (
 )
 from .places import WorkerLost, WorkerPort, WorkerUnusable
 
+_NOT_YET = RenderedLine("", None, None, False, "", "", None, False, None)
+
 
 @dataclass(frozen=True, slots=True)
 class FleetLine:
-    """A rendered line, or one that its worker will render.
+    """A rendered line, as an ``engine.PreparedRequest``.
 
-    rendering: None where a worker renders the line once more before it runs.
+    rendering: that of a worker. By default the line's worker will render it.
     """
 
     request: BatchRequestInput
     rid: str
-    rendering: RenderedLine | None = None
+    rendering: RenderedLine = _NOT_YET
 
     @property
     def input_ids(self) -> list[int] | None:
-        if self.rendering is None or self.rendering.input_ids is None:
+        if self.rendering.input_ids is None:
             return None
         ids: list[int] = ids_of_bytes(self.rendering.input_ids).tolist()
         return ids
 
-    @property
-    def shareable_len(self) -> int | None:
-        return self.rendering.shareable_len if self.rendering else None
-
-    @property
-    def has_media(self) -> bool:
-        return self.rendering.has_media if self.rendering else False
-
-    @property
-    def adapter(self) -> str:
-        return self.rendering.adapter if self.rendering else ""
-
-    @property
-    def namespace(self) -> str:
-        return self.rendering.namespace if self.rendering else ""
-
-    @property
-    def max_new_tokens(self) -> int | None:
-        return self.rendering.max_new_tokens if self.rendering else None
-
-    @property
-    def ignore_eos(self) -> bool:
-        return self.rendering.ignore_eos if self.rendering else False
+    shareable_len = property(attrgetter("rendering.shareable_len"))
+    has_media = property(attrgetter("rendering.has_media"))
+    adapter = property(attrgetter("rendering.adapter"))
+    namespace = property(attrgetter("rendering.namespace"))
+    max_new_tokens = property(attrgetter("rendering.max_new_tokens"))
+    ignore_eos = property(attrgetter("rendering.ignore_eos"))
 
     def stored(self) -> bytes | None:
         """The line without its tokens, for :func:`restored`. None: render it again."""
         rendering = self.rendering
-        if rendering is None or rendering.stored is None:
+        if rendering.stored is None:
             return None
         return _encode(msgspec.structs.replace(rendering, rid="", input_ids=None))
 
@@ -79,7 +65,7 @@ class FleetLine:
         by another.
         """
         line, rendering = self.request, self.rendering
-        if not trusted or rendering is None or rendering.stored is None:
+        if not trusted or rendering.stored is None:
             return RunLine(job_id, self.rid, line, replica)
         ids = rendering.input_ids or b""
         return RunLine(job_id, self.rid, line, replica, rendering.stored, ids)
@@ -175,7 +161,7 @@ class FleetRenderer:
         """Have a worker render lines. Returns whether it can be asked again."""
         call = RenderCall([rid for rid, _, _ in batch], [line for _, line, _ in batch])
         try:
-            renderings = await port.render(call)
+            renderings: list[Rendering] = await port.call("render", call)
             if [each.rid for each in renderings] != call.rids:
                 raise WorkerUnusable("it renders other lines than it was sent")
         except BaseException as error:

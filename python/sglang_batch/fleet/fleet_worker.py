@@ -14,8 +14,8 @@ from ..planner.costs.cost_model import CostModel
 from ..planner.machine_model import Machine
 from ..planner.sharding.speeds import ShardSpeeds
 from ..request import RequestOutput, Usage
-from .messages import About, Command, Event, Exchange, Session, SessionRefused
-from .places import Loss, Place, WorkerLost, WorkerPort
+from .messages import About, Command, Event, Exchange, Reply, Session, SessionRefused
+from .places import Place, WorkerLost, WorkerPort
 from .session_ends import HeadEnd
 
 # A measurement needs so many answers in so many busy seconds, and is then started anew.
@@ -165,29 +165,25 @@ class FleetWorker:
         )
 
     def attached(self, link: WorkerLink, about: About, now: float) -> None:
-        """A worker is there."""
         self.link, self.about, self.attached_at = link, about, now
         self.status, self.reason = WorkerStatus.RUNNING, ""
 
     def release(self, now: float) -> None:
-        """The worker is not needed any more."""
         if self.keeper is not None:
             self.keeper.cancel()
         self._detached(WorkerStatus.RELEASED, now)
 
     def send(self, command: Command) -> None:
-        """Send a command, if a worker is there."""
         if self.link is not None:
             self.link.send(command)
 
     def joined(self, job_id: str, numbers: list[int]) -> None:
-        """These lines run now."""
         running = set(numbers)
         for line in self.lines.values():
             if line.job_id == job_id and line.index in running:
                 line.joined = True
 
-    def lost(self, loss: Loss, now: float) -> list[tuple[str, SentLine]]:
+    def lost(self, loss: WorkerLost, now: float) -> list[tuple[str, SentLine]]:
         """The worker is gone. Returns the lines that it had."""
         self._detached(WorkerStatus.LOST, now)
         self.num_losses += 1
@@ -324,17 +320,15 @@ class WorkerLink:
             Superseded: it serves a later head.
         """
         deadline = _now() + patience_s
+        found: About | SessionRefused
         while True:
             try:
                 async with asyncio.timeout_at(deadline):
-                    found = await self.port.attach(self._end.session)
+                    found = await self.port.call("attach", self._end.session)
                 break
             except (OSError, TimeoutError) as error:
                 if _now() >= deadline:
-                    raise WorkerLost(
-                        f"no answer in {patience_s:g} s ({_reason(error)})",
-                        crashed=False,
-                    ) from None
+                    raise _silent(patience_s, error) from None
             await asyncio.sleep(_RETRY_S)
         if isinstance(found, SessionRefused):
             raise self._refusal(found)
@@ -347,7 +341,7 @@ class WorkerLink:
         self._end.add(command)
         self._commands.set()
 
-    async def run(self) -> Loss:
+    async def run(self) -> WorkerLost:
         """Exchange calls until the worker is lost. Returns why. Raises Superseded if it serves
         a later head.
         """
@@ -358,7 +352,7 @@ class WorkerLink:
             done.result()
             raise AssertionError("both run until they fail")
         except WorkerLost as lost:
-            return lost.loss
+            return lost
         finally:
             await cancel_all(tasks)
 
@@ -382,15 +376,13 @@ class WorkerLink:
 
     async def _call(self, call: Exchange) -> int:
         """One exchange. Returns the last command that the worker has, as far as known."""
+        reply: Reply | SessionRefused
         try:
             async with asyncio.timeout_at(self._heard + self._silence_s):
-                reply = await self.port.exchange(call)
+                reply = await self.port.call("exchange", call)
         except (OSError, TimeoutError) as error:
             if _now() - self._heard >= self._silence_s:
-                raise WorkerLost(
-                    f"no answer in {self._silence_s:g} s ({_reason(error)})",
-                    crashed=False,
-                ) from None
+                raise _silent(self._silence_s, error) from None
             await asyncio.sleep(_RETRY_S)
             return 0
         if isinstance(reply, SessionRefused):
@@ -407,8 +399,9 @@ class WorkerLink:
         return WorkerLost("it has started anew", crashed=theirs is None)
 
 
-def _reason(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+def _silent(seconds: float, error: BaseException) -> WorkerLost:
+    reason = str(error) or type(error).__name__
+    return WorkerLost(f"no answer in {seconds:g} s ({reason})", crashed=False)
 
 
 def _now() -> float:

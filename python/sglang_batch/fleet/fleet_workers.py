@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -46,7 +47,7 @@ from .messages import (
     LinesJoined,
     Session,
 )
-from .places import Loss, Place, WorkerLost, WorkerUnusable
+from .places import Place, WorkerLost, WorkerUnusable
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +64,13 @@ _MOST_BACK_OFF_S = 60.0
 _ATTACH_S = 60.0
 
 
-class FleetWorkers:
+class FleetWorkers(ABC):
     """Has a worker at each of ``places``, and tells when they come, go and change speed.
 
     Args:
-        epoch, gives_up, crashes: see :class:`.FleetEngine`.
-        renderer: is served by all of them.
-        on_join: a worker is there, and is sent its first commands.
-        on_event: it has answered lines, or runs them now.
+        epoch: higher than that of any earlier head of these workers.
+        crashes: of earlier heads of the same jobs.
+        gives_up: whether a place is left out where no worker lasts, and not tried again.
 
     Attributes:
         slots: the worker of each replica, and the replica's number there.
@@ -84,20 +84,16 @@ class FleetWorkers:
         self,
         places: Sequence[Place],
         epoch: int,
-        renderer: FleetRenderer,
         crashes: CrashCounts,
         *,
         gives_up: bool,
-        on_join: Callable[[FleetWorker], None],
-        on_event: Callable[[FleetWorker, LineAnswer | LinesJoined], None],
     ) -> None:
         if not places:
             raise ConfigError("A fleet needs a place for one worker or more.")
         self._all = [FleetWorker(place) for place in places]
         self._epoch, self._num_sessions = epoch, 0
-        self._renderer, self._crashes = renderer, crashes
+        self._renderer, self._crashes = FleetRenderer(), crashes
         self._gives_up = gives_up
-        self._on_join, self._on_event = on_join, on_event
         self.slots: list[tuple[FleetWorker, int]] = []
         self.failure: SGLangBatchError | None = None
         self._clock = time.monotonic
@@ -106,7 +102,13 @@ class FleetWorkers:
         self._on_change: list[Callable[[], None]] = []
         self._told_speeds: ShardSpeeds | None = None
 
-    # Start and end --------------------------------------------------------------------
+    @abstractmethod
+    def _joined(self, worker: FleetWorker) -> None:
+        """A worker is there, and is sent its first commands."""
+
+    @abstractmethod
+    def _answered(self, worker: FleetWorker, event: LineAnswer | LinesJoined) -> None:
+        """A worker has answered lines, or runs them now."""
 
     async def start(self, enough: int) -> None:
         """Start the workers, and wait until there are ``enough``, or all that can start.
@@ -146,13 +148,10 @@ class FleetWorkers:
             *(worker.place.free() for worker in self._all), return_exceptions=True
         )
 
-    # What there is --------------------------------------------------------------------
-
     def __iter__(self) -> Iterator[FleetWorker]:
         return iter(self._all)
 
     def states(self) -> list[WorkerState]:
-        """The table of workers."""
         now = self._clock()
         return [WorkerState.of(worker, now) for worker in self._all]
 
@@ -193,7 +192,7 @@ class FleetWorkers:
     async def ask(self, query: EngineQuery, kind: type[T]) -> list[T]:
         """The answers of all live workers. One that fails has none, or one of no such type."""
         ports = [worker.link.port for worker in self.live if worker.link is not None]
-        asked = (port.query(query) for port in ports)
+        asked = (port.call("query", query) for port in ports)
         found = await asyncio.gather(*asked, return_exceptions=True)
         answers = []
         for each in found:
@@ -201,8 +200,6 @@ class FleetWorkers:
                 with suppress(msgspec.ValidationError):
                     answers.append(msgspec.convert(each, kind))
         return answers
-
-    # Changes of replicas --------------------------------------------------------------
 
     @property
     def speeds(self) -> ShardSpeeds:
@@ -234,7 +231,6 @@ class FleetWorkers:
         await self._changed.wait()
 
     def measured(self) -> None:
-        """The speed of a worker was measured anew."""
         if differ(self.speeds, self._told_speeds):
             self._notify()
 
@@ -243,8 +239,6 @@ class FleetWorkers:
         self._told_speeds = self.speeds if self.slots else None
         for on_change in [*self._on_change]:
             on_change()
-
-    # A worker's life ------------------------------------------------------------------
 
     async def _keep(self, worker: FleetWorker) -> None:
         """Have a worker at a place, as long as that works."""
@@ -296,14 +290,14 @@ class FleetWorkers:
             attached = True
             loss = await self._until_lost(link)
         except WorkerLost as lost:
-            loss = lost.loss
+            loss = lost
         except Exception as error:
             refused, reason = error, str(error)
             if not isinstance(error, Superseded | ConfigError | WorkerUnusable):
                 reason = f"{type(error).__name__}: {reason}"
-            loss = Loss(reason, crashed=False)
+            loss = WorkerLost(reason, crashed=False)
         if worker.status is WorkerStatus.LEAVING:  # it ended as it was asked to
-            loss = Loss(worker.reason, crashed=False)
+            loss = WorkerLost(worker.reason, crashed=False)
         logger.warning("Worker %s is lost: %s", worker.name, loss.reason)
         if worker.meter.num_answers > answers:
             worker.failures = 0
@@ -319,7 +313,7 @@ class FleetWorkers:
         if refused is not None:
             raise refused
 
-    async def _until_lost(self, link: WorkerLink) -> Loss:
+    async def _until_lost(self, link: WorkerLink) -> WorkerLost:
         """Have a worker run and render lines until it is lost. Returns why."""
         running = asyncio.create_task(link.run())
         rendering = asyncio.create_task(self._renderer.serve(link.port))
@@ -349,7 +343,7 @@ class FleetWorkers:
             worker.slots.append(len(self.slots))
             self.slots.append((worker, len(worker.slots) - 1))
         logger.info("Worker %s is ready", worker.name)
-        self._on_join(worker)
+        self._joined(worker)
         self._notify()
 
     def _heard(self, worker: FleetWorker, event: Event) -> None:
@@ -363,17 +357,17 @@ class FleetWorkers:
                 for rid, _ in waiting:
                     worker.send(AbortLine(rid))
                     del worker.lines[rid]
-                self._give_back(waiting, Loss(event.reason, False), worker.name)
+                loss = WorkerLost(event.reason, crashed=False)
+                self._give_back(waiting, loss, worker.name)
                 self._notify()
             case Broken():
                 raise WorkerLost(event.reason, crashed=True)
             case _:
-                self._on_event(worker, event)
+                self._answered(worker, event)
 
     def _give_back(
-        self, lines: Sequence[tuple[str, SentLine]], loss: Loss, name: str
+        self, lines: Sequence[tuple[str, SentLine]], loss: WorkerLost, name: str
     ) -> None:
-        """Return lines to their jobs."""
         if loss.crashed:
             self._crashes.add(rid for rid, _ in lines)
         for rid, line in lines:
@@ -404,7 +398,6 @@ class FleetWorkers:
         self._notify()
 
     def _fail(self, failure: SGLangBatchError) -> None:
-        """Nothing can run any more."""
         if self.failure is None:
             self.failure = failure
         self._renderer.fail(str(failure))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -33,9 +33,6 @@ class Session(msgspec.Struct, frozen=True, order=True, array_like=True):
 
     epoch: int
     number: int
-
-
-# --- Commands.
 
 
 class OpenJob(msgspec.Struct, tag="open", frozen=True):
@@ -90,9 +87,6 @@ class EndLine(msgspec.Struct, tag="end", frozen=True):
 
 
 Command = OpenJob | SetPriority | CloseJob | RunLine | AbortLine | EndLine
-
-
-# --- Events.
 
 
 class LinesJoined(msgspec.Struct, tag="joined", frozen=True):
@@ -150,9 +144,6 @@ class Broken(msgspec.Struct, tag="broken", frozen=True):
 Event = LinesJoined | LineAnswer | Leaving | Broken
 
 
-# --- Calls.
-
-
 class Exchange(msgspec.Struct, frozen=True):
     """One call of the head.
 
@@ -208,9 +199,6 @@ class About(msgspec.Struct, tag="about", frozen=True):
     lease_s: Annotated[float, Meta(gt=0, le=MOST_LEASE_S)]
 
 
-# --- Rendering.
-
-
 class RenderCall(msgspec.Struct, frozen=True):
     """Lines of a job to be rendered, with the ids that they will have."""
 
@@ -248,9 +236,9 @@ Rendering = RenderedLine | LineAnswer
 
 
 class EngineQuery(msgspec.Struct, frozen=True):
-    """A question about the running engine: ``kv_use``, ``running_tree``, ``running_s``."""
+    """A question about the running engine, by the name of its method."""
 
-    what: str
+    what: Literal["kv_use", "running_tree", "running_s"]
     limit: int = 0
 
 
@@ -267,9 +255,7 @@ def _reader(kind: Any) -> Callable[[bytes], Any]:
     def read(data: bytes) -> Any:
         try:
             return decode(data)
-        except RecursionError:
-            raise InputError(f"{len(data)} bytes are nested too deep") from None
-        except (msgspec.MsgspecError, ValueError, TypeError) as error:
+        except (RecursionError, msgspec.MsgspecError, ValueError, TypeError) as error:
             raise InputError(f"{len(data)} bytes are no message: {error}") from None
 
     return read

@@ -6,28 +6,16 @@ there, starts again there when it is lost.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..errors import InputError
-from .messages import (
-    READ_ANSWER,
-    About,
-    EngineQuery,
-    Exchange,
-    RenderCall,
-    Rendering,
-    Reply,
-    Session,
-    SessionRefused,
-    encode,
-)
+from .messages import READ_ANSWER, encode
 
 
 class WorkerPort:
     """Calls one worker. Any number of calls may run at a time.
 
-    Each raises:
+    A call raises:
         WorkerLost: it will not answer this or any other call.
         WorkerUnusable: its answer breaks the protocol of this version.
         OSError: the call failed. Another one may succeed.
@@ -42,26 +30,8 @@ class WorkerPort:
         """Carry a call to :meth:`.WorkerHost.call`, and its answer back."""
         raise NotImplementedError
 
-    async def attach(self, session: Session) -> About | SessionRefused:
-        """Begin a session, which ends any other."""
-        found: About | SessionRefused = await self._call("attach", session)
-        return found
-
-    async def exchange(self, call: Exchange) -> Reply | SessionRefused:
-        """Send commands and receive events, see :mod:`.session_ends`."""
-        reply: Reply | SessionRefused = await self._call("exchange", call)
-        return reply
-
-    async def render(self, call: RenderCall) -> list[Rendering]:
-        """Render lines, in their order."""
-        found: list[Rendering] = await self._call("render", call)
-        return found
-
-    async def query(self, query: EngineQuery) -> object:
-        """Ask about the running engine. Returns the JSON answer."""
-        return await self._call("query", query)
-
-    async def _call(self, name: str, message: object) -> Any:
+    async def call(self, name: str, message: object) -> Any:
+        """The answer to a message by a method of :class:`.WorkerHost`."""
         data = await self.ask(name, encode(message))
         try:
             return READ_ANSWER[name](data)
@@ -92,25 +62,18 @@ class Place(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """Why a worker is lost.
-
-    reason: for people.
-    crashed: whether its engine failed, perhaps by one of its lines. False: its machine or
-        the way there is gone, or it was asked to end.
-    """
-
-    reason: str
-    crashed: bool
-
-
 class WorkerLost(Exception):
-    """A worker will not answer any more."""
+    """A worker will not answer any more.
+
+    Args:
+        reason: for people.
+        crashed: whether its engine failed, perhaps by one of its lines. False: its machine
+            or the way there is gone, or it was asked to end.
+    """
 
     def __init__(self, reason: str, *, crashed: bool) -> None:
         super().__init__(reason)
-        self.loss = Loss(reason, crashed)
+        self.reason, self.crashed = reason, crashed
 
 
 class WorkerUnusable(Exception):

@@ -15,7 +15,6 @@ from typing import Any, TypeVar, get_args
 
 import msgspec
 import numpy as np
-import zstandard
 
 from ..errors import InputError
 from ..planner.costs.cost_model import ALWAYS_MIXED, HEAD_MEMORY, TOKENS
@@ -23,15 +22,12 @@ from ..planner.kv_lengths.batch_state import GROUPS, TREE
 from ..planner.machine_model import Machine
 from ..scheduling.job_plan import JobPlan, StepCost
 
-# Most bytes of a plan and of a machine, expanded. A plan has about 40 for each request.
+# Most bytes of a plan and of a machine. A plan has about 40 for each request, which is little
+# beside the request itself: it is not compressed.
 MAX_PLAN_BYTES = 1 << 30
 MAX_MACHINE_BYTES = 1 << 24
 # Most bytes besides those of arrays. A plan and a machine have a few hundred.
 MAX_HEAD_BYTES = 1 << 14
-# What is compressed to less than one byte in so many is sent as it is, and so bytes that would
-# expand further are no plan.
-MAX_RATIO = 16
-_PLAIN, _ZSTD = b"\0", b"\1"
 # Numbers of a request in its job are below. A table of so many is made to look them up.
 MAX_NUMBER = 1 << 27
 # Integers of a machine are below: products of two of them are computed in floats.
@@ -41,14 +37,9 @@ T = TypeVar("T", JobPlan, Machine)
 
 
 def to_bytes(value: JobPlan | Machine) -> bytes:
-    """A plan or a machine as bytes."""
     arrays: list[bytes] = []
     head = msgspec.msgpack.encode(value, enc_hook=partial(_plain, arrays))
-    plain = msgspec.msgpack.encode((head, b"".join(arrays)))
-    packed = zstandard.ZstdCompressor(level=1).compress(plain)
-    if len(packed) * MAX_RATIO < len(plain) or len(packed) >= len(plain):
-        return _PLAIN + plain
-    return _ZSTD + packed
+    return msgspec.msgpack.encode((head, b"".join(arrays)))
 
 
 def plan_of(data: bytes) -> JobPlan:
@@ -108,42 +99,19 @@ class _Arrays:
 
 
 def _read(data: bytes, kind: type[T], limit: int) -> T:
-    refuse = partial(_refusal, data, kind)
     try:
-        plain = _expanded(data, limit)
-        head, rest = msgspec.msgpack.decode(plain, type=tuple[memoryview, memoryview])
+        if len(data) > limit:
+            raise ValueError(f"at most {limit} bytes are allowed")
+        head, rest = msgspec.msgpack.decode(data, type=tuple[memoryview, memoryview])
         if len(head) > MAX_HEAD_BYTES:
             raise ValueError(f"{len(head)} bytes besides those of arrays")
         arrays = _Arrays(rest)
         value = msgspec.msgpack.decode(head, type=kind, dec_hook=arrays.take)
         arrays.check_end()
         return value
-    except RecursionError:
-        raise refuse("it is nested too deep") from None
-    except (msgspec.MsgspecError, zstandard.ZstdError, ValueError, TypeError) as error:
-        raise refuse(error) from None
-
-
-def _refusal(data: bytes, kind: type[object], reason: object) -> InputError:
-    return InputError(f"These {len(data)} bytes are no {kind.__name__}: {reason}.")
-
-
-def _expanded(data: bytes, limit: int) -> bytes:
-    """Bytes as they were before compression, if they are not too many."""
-    how, rest = data[:1], memoryview(data)[1:]
-    if how not in (_PLAIN, _ZSTD):
-        raise ValueError("they begin with neither 0 nor 1")
-    size = len(rest)
-    if how == _ZSTD:
-        size = zstandard.get_frame_parameters(rest).content_size
-    most = min(limit, MAX_RATIO * len(rest))
-    if size > most:  # so is the size of a frame that does not say it
-        raise ValueError(f"they expand to {size} bytes, and at most {most} are allowed")
-    if how == _PLAIN:
-        return bytes(rest)
-    return zstandard.ZstdDecompressor().decompress(
-        rest, max_output_size=most, allow_extra_data=False
-    )
+    except (RecursionError, msgspec.MsgspecError, ValueError, TypeError) as error:
+        reason = f"These {len(data)} bytes are no {kind.__name__}: {error}."
+        raise InputError(reason) from None
 
 
 def _check_plan(plan: JobPlan) -> None:

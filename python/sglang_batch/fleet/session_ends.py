@@ -39,7 +39,6 @@ class HeadEnd:
         return self._first + len(self._commands) - 1 > self._sent
 
     def add(self, command: Command) -> None:
-        """Add a command for the next call."""
         self._commands.append(command)
 
     def call(self) -> Exchange:
@@ -135,7 +134,6 @@ class WorkerEnd:
         return bool(self._events)
 
     def reply(self) -> Reply:
-        """The reply to a call that was received."""
         assert self.session is not None
         events = [self._events[i] for i in range(min(MAX_PER_CALL, len(self._events)))]
         return Reply(self.session, self._applied, self._first, events)

@@ -6,7 +6,6 @@ All calls must come from the engine's event loop.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -94,10 +93,7 @@ class WorkerHost:
 
     @property
     def is_attached(self) -> bool:
-        """Whether a head is there."""
         return self._end.session is not None
-
-    # Calls of the head ----------------------------------------------------------------
 
     async def call(self, name: str, data: bytes) -> bytes:
         """Answer an encoded call of one of the names of ``messages.READ_CALL``. Raises
@@ -144,15 +140,12 @@ class WorkerHost:
         return renderings
 
     async def query(self, query: EngineQuery) -> object:
-        """What the engine says of itself, in the types of JSON."""
+        """What the engine says of itself."""
         if query.what == "kv_use":
-            use = await self._engine.kv_use()
-            return None if use is None else dataclasses.asdict(use)
+            return await self._engine.kv_use()
         if query.what == "running_tree":
             return await self._engine.running_tree(query.limit)
-        if query.what == "running_s":
-            return await self._engine.running_s()
-        return None  # a question of a later version
+        return await self._engine.running_s()
 
     def leave(self, reason: str) -> None:
         """Tell the head that this worker will end soon: it should send no more."""
@@ -165,8 +158,6 @@ class WorkerHost:
             self._watching.cancel()
         async with self._resetting:
             await self._reset()
-
-    # Commands -------------------------------------------------------------------------
 
     def _apply(self, command: Command) -> None:
         match command:
@@ -257,8 +248,6 @@ class WorkerHost:
             prepared.ignore_eos,
             self._engine.stored(prepared) if self._trusts else None,
         )
-
-    # ----------------------------------------------------------------------------------
 
     def _emit(self, event: Event) -> None:
         self._end.add(event)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import stat
@@ -99,18 +98,15 @@ class JobInput:
         }
         if self.optimize_fields:
             options["--optimize-fields"] = True
-        found: dict[str, Any] = json.loads(json.dumps(options))
-        return found
+        return options
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that decides which lines are staged, as JSON values."""
-        fingerprint: dict[str, Any] = {
+        return {
             "inputs": [source.identity() for source in self.sources],
             "rows": self.row_options(),
             "max_requests": self.max_requests,
         }
-        found: dict[str, Any] = json.loads(json.dumps(fingerprint))
-        return found
 
 
 STDIN = "-"

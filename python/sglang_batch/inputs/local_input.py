@@ -96,11 +96,10 @@ class LocalInput:
 
     def described(self, error: LineError) -> str:
         """The message of an error, with the line."""
-        where = "" if error.line is None else f"{self.line_name(error.line)}: "
-        return where + error.message
+        return self._where(error) + error.message
 
     def _refusal(self, errors: FileErrors) -> list[str]:
-        shown = [f"  {self._listed(error)}" for error in errors.listed]
+        shown = [f"  {self._where(e)}{replace(e, line=None)}" for e in errors.listed]
         if (more := errors.total - len(errors.listed)) > 0:
             counts = ", ".join(f"{n:,} {code}" for code, n in errors.by_code.items())
             shown.append(f"  ... and {more:,} more; in all {counts}")
@@ -118,9 +117,8 @@ class LocalInput:
         )
         return [title, *shown]
 
-    def _listed(self, error: LineError) -> str:
-        where = "" if error.line is None else f"{self.line_name(error.line)}: "
-        return f"{where}{replace(error, line=None)}"
+    def _where(self, error: LineError) -> str:
+        return "" if error.line is None else f"{self.line_name(error.line)}: "
 
 
 _HEAD_BYTES = 4096

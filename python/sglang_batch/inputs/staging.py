@@ -208,7 +208,6 @@ def _copy_rows(
     add: Callable[[Row], None],
     scratch: Path,
 ) -> None:
-    """Add a line for each row."""
     for source in job_input.sources:
         if into.full:
             return

@@ -17,6 +17,7 @@ from typing import Any
 from ..batch_api.lines import loads_lenient
 from ..errors import ConfigError, InputError
 from .compression import is_compressed, open_plain, plain_name
+from .urls import why_not_on_hub
 
 Row = Mapping[str, Any]
 ROWS_AT_A_TIME = 512
@@ -215,38 +216,15 @@ def check_exists(name: str) -> None:
     path, _, _ = split_name(name)
     if Path(path).expanduser().exists():
         return
-    import httpx
+    from datasets.config import HF_DATASETS_CACHE
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if constants.HF_HUB_OFFLINE:
         return  # it may be in the cache
-    try:
-        HfApi().dataset_info(path, timeout=_HUB_TIMEOUT_S)
-    except HFValidationError:
-        raise InputError(
-            f"{name}: there is no directory {path}, and it cannot be the name of a "
-            "dataset on the Hugging Face hub (owner/name)."
-        ) from None
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        if 400 <= status < 500 and status != 429:
-            raise InputError(
-                f"{name}: the Hugging Face hub has no such dataset, or does not show it "
-                f"without a key (status {status}). Check the name, or set HF_TOKEN."
-            ) from None
-    except httpx.TransportError as error:
-        if not _is_cached(path):
-            raise InputError(
-                f"{name}: there is no such directory, and the Hugging Face hub cannot "
-                f"be reached: {error}."
-            ) from None
-
-
-def _is_cached(path: str) -> bool:
-    from datasets.config import HF_DATASETS_CACHE
-
-    return (Path(HF_DATASETS_CACHE) / path.replace("/", "___")).exists()
+    reason = why_not_on_hub(partial(HfApi().dataset_info, path, timeout=_HUB_TIMEOUT_S))
+    cached = Path(HF_DATASETS_CACHE) / path.replace("/", "___")
+    if reason is not None and not cached.exists():
+        raise InputError(f"{name}: there is no directory {path}, and {reason}.")
 
 
 def rows_of_dataset(name: str, columns: Collection[str]) -> Iterator[Row]:

@@ -38,6 +38,8 @@ _SIGNATURE = re.compile(
 _TEMPORARY = {408, 425, 429, 500, 502, 503, 504}
 
 
+NO_REPOSITORY = "it cannot be the name of a Hugging Face repository (owner/name)"
+
 # As RFC 3986 has them. ``urlsplit`` refuses names of directories that have brackets.
 _PARTS = re.compile(r"([^:/?#]*)://([^/?#]*)([^?#]*)(?:\?([^#]*))?", re.DOTALL)
 
@@ -167,6 +169,32 @@ def filesystem(url: str) -> tuple[Any, str]:
         reason = str(error) if type(error) is ValueError else _reason(error)
         raise ConfigError(f"{shown(url)} cannot be used: {reason}") from None
     return filesystem, path
+
+
+def why_not_on_hub(ask: Callable[[], object]) -> str | None:
+    """Why the Hugging Face hub does not show a repository that ``ask`` asks for.
+
+    None: it does, or answers so slowly that it may.
+    """
+    import httpx
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        ask()
+    except HFValidationError:
+        return NO_REPOSITORY
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        if 400 <= status < 500 and status != 429:
+            return (
+                f"the Hugging Face hub refuses it (status {status}): check the name, or "
+                "set HF_TOKEN if it is private or gated"
+            )
+    except httpx.ConnectError as error:
+        return f"the Hugging Face hub cannot be reached ({error})"
+    except httpx.HTTPError:
+        pass  # what reads it tries longer
+    return None
 
 
 def _is_http(url: str) -> bool:

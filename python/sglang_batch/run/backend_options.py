@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,10 @@ _KNOWN = (
     "offline_batch_config",
 )
 SSL_OPTIONS = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_keyfile_password")
+# Why a fleet of servers takes no other options.
+OPTIONS_OF_WORKERS = (
+    ": the servers of --workers have their model and options already; leave it out"
+)
 # Options of SGLang's HTTP server that servers of ours have, too.
 SERVER_OPTIONS = (
     *("host", "port", "log_level", "api_key", "admin_api_key", "offline_batch_dir"),
@@ -39,10 +43,28 @@ StartEngine = Callable[[], AbstractContextManager[Any]]
 
 
 class BackendParser(argparse.ArgumentParser):
-    """Raises ConfigError instead of ending the process."""
+    """Takes the options that it was given, and raises errors instead of ending the process."""
+
+    def __init__(self, **others: Any) -> None:
+        super().__init__(add_help=False, allow_abbrev=False, **others)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see `sglang-batch run --help`.")
+
+    def known(self, argv: Sequence[str], why: str) -> argparse.Namespace:
+        """The options in ``argv``.
+
+        Raises ConfigError if a value cannot be used, or an option is unknown, which the
+        message says ``why``.
+        """
+        known, unknown = self.parse_known_args(argv)
+        if unknown:
+            flags = [action.option_strings[0] for action in self._actions]
+            name = unknown[0].partition("=")[0]
+            raise UnknownOption(
+                f"{name}{why}. The options here are {', '.join(flags)}.", unknown, flags
+            )
+        return known
 
 
 def known_arguments(backend: str, argv: list[str]) -> argparse.Namespace:
@@ -78,27 +100,9 @@ def transformers_options(
 
     Raises ConfigError if an option is not among them, or its value cannot be used.
     """
-    parser = _parser(server)
-    known, unknown = parser.parse_known_args(argv)
-    if unknown:
-        flags = [action.option_strings[0] for action in parser._actions]
-        raise UnknownOption(
-            f"{unknown[0].partition('=')[0]} is an option of SGLang's, which --backend "
-            f"transformers does not know. It knows {', '.join(flags)}.",
-            unknown,
-            flags,
-        )
-    if "model_path" not in known:
-        raise ConfigError("--model-path MODEL is required.")
-    return known
-
-
-def _parser(server: bool) -> argparse.ArgumentParser:
     from ..srt.compat.command_line import add_options
 
-    parser = BackendParser(
-        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
-    )
+    parser = BackendParser(argument_default=argparse.SUPPRESS)
     if server:
         add_options(parser, *SERVER_OPTIONS)
     add_options(
@@ -113,7 +117,11 @@ def _parser(server: bool) -> argparse.ArgumentParser:
     for name in ("context_length", "max_running_requests", "max_total_tokens"):
         add_options(parser, name, type=count)
     parser.add_argument("--attn-implementation")
-    return parser
+    why = " is an option of SGLang's, which --backend transformers does not know"
+    known = parser.known(argv, why)
+    if "model_path" not in known:
+        raise ConfigError("--model-path MODEL is required.")
+    return known
 
 
 def check_remote_code(known: argparse.Namespace) -> None:

@@ -134,7 +134,11 @@ def write_demo_model(
         "head_dim": head_dim,
         "context_len": context_len,
     }
-    _check_sizes(seed, sizes)
+    if hidden_size % num_heads or num_heads % num_kv_heads or head_dim % 2:
+        raise ValueError(
+            f"hidden_size {hidden_size} must be a multiple of num_heads {num_heads}, that "
+            f"one of num_kv_heads {num_kv_heads}, and head_dim {head_dim} even"
+        )
     folder = Path(path)
     arguments = {"seed": seed, **sizes}
     if _has_model(folder, arguments, overwrite):
@@ -201,24 +205,6 @@ def write_real_model(path: str | Path, *, overwrite: bool = False) -> bool:
     model.save_pretrained(folder)
     logging.enable_progress_bar()
     return True
-
-
-def _check_sizes(seed: int, sizes: dict[str, int]) -> None:
-    if seed < 0:
-        raise ValueError(f"seed is {seed}; give 0 or more")
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}; give 1 or more")
-    for whole, part in (("hidden_size", "num_heads"), ("num_heads", "num_kv_heads")):
-        if sizes[whole] % sizes[part]:
-            raise ValueError(
-                f"{whole} is {sizes[whole]}, not a multiple of {part}, which is "
-                f"{sizes[part]}; change either"
-            )
-    if (head_dim := sizes["head_dim"]) % 2:
-        raise ValueError(
-            f"head_dim is {head_dim}; rotary positions need an even number"
-        )
 
 
 def _has_model(

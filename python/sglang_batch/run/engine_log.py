@@ -10,13 +10,19 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
+from typing import NoReturn
 
-from ..errors import ExitStatus, StoreWriteError
+from ..errors import (
+    ConfigError,
+    EngineError,
+    ExitStatus,
+    SGLangBatchError,
+    StoreWriteError,
+)
 
 # A line that ends a traceback, such as "torch.OutOfMemoryError: ...".
 _EXCEPTION = re.compile(
@@ -109,17 +115,32 @@ class EngineLog:
                     return f"{activity}, {percent[-1]}" if percent else activity
         return ""
 
-    def failure(self, error: BaseException | None, *, started: bool) -> EngineFailure:
-        """Why the engine failed, with SGLang's exception if there was one."""
+    def failure(
+        self, error: BaseException | None, *, started: bool, resumes: str = ""
+    ) -> ConfigError | EngineError:
+        """The error of an engine that failed, with SGLang's exception if there was one.
+
+        Args:
+            resumes: a sentence for an EngineError, after which the same command may succeed.
+        """
         lines = self._lines(_TAIL_BYTES)
         said = "" if error is None else " ".join(str(error).split())
         codes = [int(m["code"]) for m in map(_GONE.search, [*lines, said]) if m]
+        ends = f"{resumes}Engine's log: {self.path}"
         if -signal.SIGKILL in codes:
-            return EngineFailure(ExitStatus.FAILED, "", killed=True)
+            return EngineError(
+                "the system killed a process of SGLang (SIGKILL), most likely for memory: "
+                f"lower --max-total-tokens or --max-running-requests. {ends}"
+            )
         reason = _reason(lines) or _described(error, said) or _last_exception(lines)
         again = _OF_THE_OPTIONS.search(reason) and not _OF_THE_MACHINE.search(reason)
-        status = ExitStatus.BAD_INPUT if again and not started else ExitStatus.FAILED
-        return EngineFailure(status, reason or said or "no reason is known")
+        if again and not started:
+            return ConfigError(
+                "the engine cannot start with this model and these options: "
+                f"{reason} Engine's log: {self.path}"
+            )
+        reason = reason or said or "no reason is known"
+        return EngineError(f"the engine died: {reason}. {ends}")
 
     def _lines(self, num_bytes: int) -> list[str]:
         with open(self.path, "rb") as file:
@@ -128,18 +149,26 @@ class EngineLog:
             return re.split(r"[\r\n]+", file.read().decode(errors="replace"))
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFailure:
-    """The end of an engine.
+def end_process(
+    say: Callable[[str], None], failure: SGLangBatchError | None, interrupted: str
+) -> NoReturn:
+    """End this process, which SGLang is about to end, and its children.
 
-    status: FAILED if the same command may succeed, BAD_INPUT if it never will.
-    reason: one line.
-    killed: whether the system killed one of its processes.
+    Args:
+        failure: the reason. None: a signal, which reached all processes, as it does under
+            Slurm; ``interrupted`` is said then.
     """
+    from ..srt.engine import in_process
 
-    status: ExitStatus
-    reason: str
-    killed: bool = False
+    if failure is None:
+        status = ExitStatus.INTERRUPTED
+    elif isinstance(failure, ConfigError):
+        status = ExitStatus.BAD_INPUT
+    else:
+        status = ExitStatus.FAILED
+    say(interrupted if failure is None else f"error: {failure}")
+    in_process.kill_children()
+    os._exit(status)
 
 
 def _reason(lines: list[str]) -> str:

@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from ..config import OfflineBatchConfig
-from ..errors import ConfigError, UnknownOption
+from ..errors import ConfigError
 from ..fleet.head_state import CRASHES, CrashCounts, HeadState
 from .backend_options import (
     BACKENDS,
+    OPTIONS_OF_WORKERS,
+    BackendParser,
     EngineSettings,
     engine_settings,
     known_arguments,
     started,
 )
 from .model_place import check_model
-from .option_types import count, whole
+from .option_types import add_arguments, count, whole
 
 if TYPE_CHECKING:
     from ..fleet.ray.ray_fleet import RayFleet
@@ -130,9 +132,12 @@ class WorkerOptions(EngineOptions):
     api_key: str | None
 
     def arguments(self) -> argparse.Namespace:
-        config = _config_option([*self.argv])
         from ..fleet.http_fleet import served_model
+        from ..srt.compat.command_line import add_options
 
+        parser = BackendParser()
+        add_options(parser, "offline_batch_config")
+        config = parser.known(self.argv, OPTIONS_OF_WORKERS).offline_batch_config
         model = served_model(self.urls, self.api_key)
         return argparse.Namespace(
             model_path=model, served_model_name=model, offline_batch_config=config
@@ -169,35 +174,28 @@ def _head(directory: JobDirectory) -> HeadState:
 
 
 def add_fleet(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a fleet."""
-    group = parser.add_argument_group("many engines")
-    group.add_argument(
-        "--ray", metavar="ADDRESS",
-        help="run the job on engines of a Ray cluster: auto for the one that this "
-        "machine is in, or host:port of its head node",
-    )  # fmt: skip
-    group.add_argument(
-        "--engines", metavar="N|MIN:MAX",
-        help="with --ray: number of engines (default: 1). The job starts with the first "
-        "that is ready, or with MIN of MIN:MAX, where more join as the cluster gets room; "
-        "MIN may be 0 if the cluster has no room yet",
-    )  # fmt: skip
-    group.add_argument(
-        "--workers", metavar="URL,...",
-        help="run the job on these offline servers (`sglang-batch serve`), with their model "
-        "and options",
-    )  # fmt: skip
+    add_arguments(
+        parser.add_argument_group("many engines"),
+        """
+--ray ADDRESS        run the job on engines of a Ray cluster: auto for the one that this
+                     machine is in, or host:port of its head node
+--engines N|MIN:MAX  with --ray: number of engines (default: 1). The job starts with the
+                     first that is ready, or with MIN of MIN:MAX, where more join as the
+                     cluster gets room; MIN may be 0 if the cluster has no room yet
+--workers URL,...    run the job on these offline servers (`sglang-batch serve`), with
+                     their model and options
+""",
+    )
 
 
 def add_advanced_fleet(group: argparse._ActionsContainer) -> None:
-    """Add the options that few fleets need."""
-    group.add_argument(
-        "--ray-resources", metavar="JSON",
-        help="with --ray: what each engine takes, by Ray's names (default: one CPU, and "
-        "a GPU for each rank of --tp and --pp)",
-    )  # fmt: skip
-    group.add_argument(
-        "--workers-key", metavar="KEY", help="admin key of the servers of --workers"
+    add_arguments(
+        group,
+        """
+--ray-resources JSON  with --ray: what each engine takes, by Ray's names (default: one CPU,
+                      and a GPU for each rank of --tp and --pp)
+--workers-key KEY     admin key of the servers of --workers
+""",
     )
 
 
@@ -245,29 +243,6 @@ def _urls(text: str) -> tuple[str, ...]:
     return urls
 
 
-def _config_option(argv: list[str]) -> str | None:
-    """Our settings in the options of a job whose engines have theirs already."""
-    from ..srt.compat.command_line import add_options
-
-    parser = argparse.ArgumentParser(
-        add_help=False, allow_abbrev=False, exit_on_error=False
-    )
-    add_options(parser, "offline_batch_config")
-    try:
-        known, rest = parser.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"{error}.") from None
-    if rest:
-        raise UnknownOption(
-            f"{rest[0].partition('=')[0]}: the servers of --workers have their model and "
-            "options already; leave it out.",
-            rest,
-            parser._option_string_actions,
-        )
-    config: str | None = known.offline_batch_config
-    return config
-
-
 def _not_here() -> Any:
     raise AssertionError("its engines run elsewhere")
 
@@ -299,6 +274,5 @@ def _resources(text: str | None) -> dict[str, float] | None:
 
 
 def _num_devices(server_args: Any) -> int:
-    """Accelerators of one engine."""
     replicas = 1 if server_args.enable_dp_attention else server_args.dp_size
     return int(server_args.tp_size * server_args.pp_size * replicas)

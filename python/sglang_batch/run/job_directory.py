@@ -117,7 +117,6 @@ class JobDirectory:
 
     @property
     def engine_log(self) -> Path:
-        """The file for SGLang's log."""
         return self.path / "engine.log"
 
     def restore(self) -> JobRecord | None:

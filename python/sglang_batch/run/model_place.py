@@ -84,40 +84,27 @@ def _repository(name: str) -> tuple[str, str | None]:
 def _check_repository(
     name: str, flag: str, revision: str | None, files: tuple[str, ...]
 ) -> None:
-    import httpx
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HFValidationError
 
     repository, file = _repository(name)
     find = partial(
         huggingface_hub.try_to_load_from_cache, repository, revision=revision
     )
+    ask = partial(huggingface_hub.HfApi().model_info, repository, revision=revision)
     try:
         found = map(find, files if file is None else (file,))
         if any(isinstance(path, str) for path in found):
             return
+        reason: str | None = "HF_HUB_OFFLINE is set"
+        if not huggingface_hub.constants.HF_HUB_OFFLINE:
+            reason = urls.why_not_on_hub(partial(ask, timeout=HUB_TIMEOUT_S))
     except HFValidationError:
         raise ConfigError(
-            f"{flag} {name}: there is no such directory, and it cannot be the name of a "
-            "Hugging Face repository (owner/name)."
+            f"{flag} {name}: there is no such directory, and {urls.NO_REPOSITORY}."
         ) from None
-    nowhere = f"{flag} {name} is neither a directory here nor in the Hugging Face cache"
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
-        raise ConfigError(f"{nowhere}, and HF_HUB_OFFLINE is set.")
-    try:
-        huggingface_hub.HfApi().model_info(
-            repository, revision=revision, timeout=HUB_TIMEOUT_S
-        )
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        if 400 <= status < 500 and status != 429:
-            raise ConfigError(
-                f"{nowhere}, and the hub refuses it (status {status}): check the name, "
-                "or set HF_TOKEN if it is private or gated."
-            ) from None
-    except httpx.ConnectError as error:
+    if reason is not None:
         raise ConfigError(
-            f"{nowhere}, and the hub cannot be reached ({error})."
-        ) from None
-    except httpx.HTTPError:
-        pass  # a slow hub: SGLang tries longer
+            f"{flag} {name} is neither a directory here nor in the Hugging Face cache, "
+            f"and {reason}."
+        )

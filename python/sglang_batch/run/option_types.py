@@ -1,10 +1,47 @@
-"""Types of option values: each parses one argument or refuses it with a reason."""
+"""Options as ``--help`` shows them, and the types of their values.
+
+A type parses one argument or refuses it with a reason.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
+import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
+from typing import Any
+
+# The names of an argument, its metavar and its help, which goes on in indented lines.
+_ARGUMENT = re.compile(
+    r"^((?:-\S+ )*-\S+|[^\s-]\S*)(?: (\S+))?  +(.+(?:\n +.+)*)", re.MULTILINE
+)
+
+
+def add_arguments(
+    parser: argparse._ActionsContainer, text: str, **more: dict[str, Any]
+) -> None:
+    """Add the options and positional arguments of a text like this one::
+
+        FILE              of requests
+        -n --number N     so many of them (default: all)
+        --quiet           a switch, which has no metavar; two spaces or more come before the
+                          help
+
+    Args:
+        more: other arguments of ``add_argument``, by the argument's name in Python.
+    """
+    for names, metavar, description in _ARGUMENT.findall(text):
+        flags = names.split()
+        name = flags[-1].lstrip("-").replace("-", "_").lower()
+        given: dict[str, Any] = {"metavar": metavar} if metavar else {}
+        if names[0] != "-":
+            flags, given = [name], {"metavar": names}
+        elif not metavar:
+            given = {"action": "store_true"}
+        given["help"] = " ".join(description.split()).replace("%", "%%")
+        parser.add_argument(*flags, **given | more.pop(name, {}))
+    assert not more, f"the text has no {', '.join(more)}"
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:

@@ -37,11 +37,6 @@ class OutputFile:
         """Whether the file is uploaded in the end."""
         return urls.is_url(self.name)
 
-    @property
-    def location(self) -> str:
-        """Equal for two names of one file: the absolute path, or the name of a URL."""
-        return urls.location(self.name)
-
     def check(self) -> None:
         """Raises ConfigError if the file cannot be created, or the URL not be used."""
         if self.is_remote:
@@ -114,7 +109,6 @@ class Outputs:
 
     @property
     def job_directory(self) -> Path:
-        """The directory of the job's state."""
         return self.output.path.with_name(self.output.path.name + ".job")
 
     def check(self, job_input: JobInput) -> None:
@@ -125,10 +119,11 @@ class Outputs:
             ConfigError: a file cannot be created, or the scheme of a URL cannot be
                 used.
         """
-        for file in self.files:
-            if file.location in job_input.locations:
+        locations = [urls.location(file.name) for file in self.files]
+        for file, location in zip(self.files, locations, strict=True):
+            if location in job_input.locations:
                 raise InputError(f"{file} is both input and output.")
-        if len({file.location for file in self.files}) < len(self.files):
+        if len({*locations}) < len(self.files):
             raise InputError(f"{self.output} is both output and error file.")
         for file in self.files:
             file.check()

@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from tqdm import tqdm
 
 from ..store.result_log import ResultLog
-
-if TYPE_CHECKING:
-    from ..fleet.fleet_worker import WorkerState
 
 # Seconds between two pictures on a terminal.
 TICK_S = 0.5
@@ -43,14 +40,39 @@ class Display:
         self._wait = FIRST_LINE_S
         self._last = time.monotonic()
 
+    def meter(
+        self,
+        title: str,
+        num: int,
+        total: int,
+        began: float,
+        *,
+        initial: int = 0,
+        postfix: str = "",
+    ) -> str:
+        """A status such as ``Running: 50%, 2/4 [00:10<00:10]``, with a bar on a terminal.
+
+        Args:
+            began: on the monotonic clock, when ``initial`` of them were done.
+        """
+        return tqdm.format_meter(
+            num,
+            total,
+            time.monotonic() - began,
+            ncols=self._columns,
+            prefix=title,
+            initial=initial,
+            postfix=postfix,
+            bar_format=_BAR if self._live else _LINE,
+        )
+
     @property
-    def columns(self) -> int | None:
-        """Width of the terminal, or None."""
+    def _columns(self) -> int | None:
         if not self._live:
             return None
         try:
             return os.get_terminal_size(self._stream.fileno()).columns or 80
-        except OSError:
+        except (OSError, ValueError):
             return 80
 
     def say(self, text: str) -> None:
@@ -84,7 +106,7 @@ class Display:
         if self._status is None:
             return
         if self._live:
-            self._print(f"\r\x1b[K{self._status()[: (self.columns or 80) - 1]}")
+            self._print(f"\r\x1b[K{self._status()[: (self._columns or 80) - 1]}")
             self._drawn = True
         elif time.monotonic() - self._last >= self._wait:
             self._wait = min(2 * self._wait, LAST_LINE_S)
@@ -107,20 +129,12 @@ def elapsed(title: str) -> Callable[[], str]:
     return lambda: f"{title} ({time.monotonic() - began:.0f} s)"
 
 
-def engines_running(states: Sequence[WorkerState]) -> str:
-    """How many of several engines run, such as ``2 of 3 engines``, or ``""``."""
-    if len(states) < 2:
-        return ""
-    running = sum(state.is_running for state in states)
-    return f"{running} of {len(states)} engines"
-
-
 class Progress:
     """How far the job is: prompts rendered, then the plan, then answers.
 
     Args:
         compiling: done when the planner is compiled.
-        engines: all of a fleet.
+        engines: how many of them run, empty if there are not several.
     """
 
     def __init__(
@@ -129,7 +143,7 @@ class Progress:
         num_requests: int,
         log: ResultLog,
         compiling: Future[None] | None = None,
-        engines: Callable[[], Sequence[WorkerState]] = lambda: (),
+        engines: Callable[[], str] = str,
     ) -> None:
         self._display = display
         self._num_requests = num_requests
@@ -143,13 +157,11 @@ class Progress:
         self._began = self._answers_began = time.monotonic()
 
     def rendered(self) -> None:
-        """Another prompt was rendered."""
         self._num_rendered += 1
         if self._num_rendered <= self._num_to_render:
             self._answers_began = time.monotonic()
 
     def answered(self) -> None:
-        """Another answer was stored."""
         if self._num_rendered < self._num_to_render:
             self._num_refused += 1  # by the endpoint, while others are rendered
 
@@ -160,7 +172,7 @@ class Progress:
     def __str__(self) -> str:
         now = time.monotonic()
         if 0 < self._num_rendered < self._num_to_render:
-            return self._meter(
+            return self._display.meter(
                 "Reading prompts", self._num_rendered, self._num_to_render, self._began
             )
         seconds = now - self._answers_began
@@ -174,8 +186,8 @@ class Progress:
             doing = "Planning, and computing the first prompts"
             return f"{doing} ({seconds:.0f} s)"
         usage = self._log.usage - self._log.merged_usage
-        engines = engines_running(self._engines())
-        return self._meter(
+        engines = self._engines()
+        return self._display.meter(
             "Running",
             self._log.num_done,
             self._num_requests,
@@ -184,26 +196,4 @@ class Progress:
             postfix=f"{engines}, " * bool(engines)
             + f"{self._log.num_failed:,} failed, " * bool(self._log.num_failed)
             + f"cached {usage.cache_hit_rate:.0%}",
-        )
-
-    def _meter(
-        self,
-        title: str,
-        num: int,
-        total: int,
-        began: float,
-        *,
-        initial: int = 0,
-        postfix: str = "",
-    ) -> str:
-        columns = self._display.columns
-        return tqdm.format_meter(
-            num,
-            total,
-            time.monotonic() - began,
-            ncols=columns,
-            prefix=title,
-            initial=initial,
-            postfix=postfix,
-            bar_format=_LINE if columns is None else _BAR,
         )

@@ -12,6 +12,8 @@ import sys
 import traceback
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ..errors import EngineError, ExitStatus, SGLangBatchError
 from .backend_options import EngineSettings
 from .engine_log import EngineLog
@@ -32,7 +34,7 @@ def run(options: RunOptions) -> int:
     with prepare(options) as prepared:
         directory = prepared.directory
         if prepared.requests is None:
-            summary = Summary.of_record(directory.record.summary or {})
+            summary = msgspec.convert(directory.record.summary or {}, Summary)
         elif (answered := _answered(prepared)) is not None:
             summary = answered
         else:

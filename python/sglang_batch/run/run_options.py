@@ -12,7 +12,7 @@ from ..config import POLICY_HELP, add_setting, settings_help
 from ..errors import ConfigError
 from .backend_options import BACKENDS
 from .fleet_options import add_advanced_fleet, add_fleet
-from .option_types import count, enough
+from .option_types import add_arguments, count, enough
 
 if TYPE_CHECKING:
     from ..inputs.job_input import JobInput
@@ -85,7 +85,6 @@ _SETTINGS = (
 
 
 def add_run(commands: Any, run: Callable[..., int]) -> None:
-    """Add ``run`` to the commands."""
     parser = commands.add_parser(
         "run",
         usage="sglang-batch run -i INPUT [INPUT ...] -o FILE --model-path MODEL "
@@ -97,19 +96,30 @@ def add_run(commands: Any, run: Callable[..., int]) -> None:
         allow_abbrev=False,
     )
     add_inputs(parser, required=True)
-    _add_outputs(parser)
+    add_arguments(
+        parser,
+        """
+-o --output-file FILE  file or URL for the results, which are in the order of the input
+--error-file FILE      file or URL for lines answered with an error (default: among the
+                       results)
+--state URL            URL or shared directory that keeps the state of the job too: the same
+                       command resumes it on any machine
+--overwrite            discard an earlier run with this output and start again
+""",
+        output_file={"required": True},
+    )
     add_setting(parser, "policy", f"Default: dfs. {POLICY_HELP}")
-    parser.add_argument(
-        "--enough", type=enough, metavar="SHARE",
-        help="end when this share of the requests, such as 99%%, has an answer: the others "
-        "are given up, and their lines say so",
-    )  # fmt: skip
+    add_arguments(
+        parser,
+        """
+--enough SHARE  end when this share of the requests, such as 99%, has an answer: the others
+                are given up, and their lines say so
+--dry-run       check all requests and predict the run as `sglang-batch plan` does, whose
+                options can be added; nothing runs, no weights are loaded
+""",
+        enough={"type": enough},
+    )
     _add_backend(parser)
-    parser.add_argument(
-        "--dry-run", action="store_true",
-        help="check all requests and predict the run as `sglang-batch plan` does, "
-        "whose options can be added; nothing runs, no weights are loaded",
-    )  # fmt: skip
     add_fleet(parser)
     _add_advanced(parser)
     parser.set_defaults(run=run)
@@ -128,16 +138,18 @@ def _add_advanced(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_setting(group, "answer_cache", metavar="DIR")
     add_setting(group, "dollars_per_hour", metavar="PRICE")
-    group.add_argument(
-        "--output-tmp-dir", type=Path, metavar="DIR",
-        help="directory of the running job if the output is a URL (default: in the "
-        "user's cache); name the same one to resume",
-    )  # fmt: skip
+    add_arguments(
+        group,
+        """
+--output-tmp-dir DIR  directory of the running job if the output is a URL (default: in the
+                      user's cache); name the same one to resume
+""",
+        output_tmp_dir={"type": Path},
+    )
     add_advanced_fleet(group)
 
 
 def add_serve(commands: Any, serve: Callable[..., int]) -> None:
-    """Add ``serve`` to the commands."""
     parser = commands.add_parser(
         "serve",
         usage="sglang-batch serve [--backend NAME] --model-path MODEL [options of SGLang]"
@@ -156,13 +168,14 @@ def add_serve(commands: Any, serve: Callable[..., int]) -> None:
         allow_abbrev=False,
     )
     _add_backend(parser)
-    parser.add_argument(
-        "--workers", metavar="URL,...",
-        help="run the batches on these offline servers, which are started with `sglang-"
-        "batch serve` and all have the same model; online calls are passed on to them",
-    )  # fmt: skip
-    parser.add_argument(
-        "--workers-key", metavar="KEY", help="admin key of the servers of --workers"
+    add_arguments(
+        parser,
+        """
+--workers URL,...  run the batches on these offline servers, which are started with
+                   `sglang-batch serve` and all have the same model; online calls are
+                   passed on to them
+--workers-key KEY  admin key of the servers of --workers
+""",
     )
     parser.set_defaults(run=serve, ray=None, engines=None, ray_resources=None)
 
@@ -181,66 +194,38 @@ def given_settings(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _add_outputs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-o", "--output-file", required=True, metavar="FILE",
-        help="file or URL for the results, which are in the order of the input",
-    )  # fmt: skip
-    parser.add_argument(
-        "--error-file", metavar="FILE",
-        help="file or URL for lines answered with an error (default: among the results)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--state", metavar="URL",
-        help="URL or shared directory that keeps the state of the job too: the same command "
-        "resumes it on any machine",
-    )  # fmt: skip
-    parser.add_argument(
-        "--overwrite", action="store_true",
-        help="discard an earlier run with this output and start again",
-    )  # fmt: skip
-
-
 def add_inputs(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Add the options for a job's input."""
-    parser.add_argument(
-        "-i", "--input-file", nargs="+", action="extend", required=required,
-        metavar="INPUT",
-        help="JSONL batch requests; several inputs are one job, in this order",
-    )  # fmt: skip
-    parser.add_argument(
-        "--template", metavar="TEXT|JSON|@FILE",
-        help="the inputs are tables: each row becomes a request with this prompt, or with "
-        'this body in JSON, in which "{{column}}" stands for a value of the row',
-    )  # fmt: skip
-    parser.add_argument(
-        "--url", choices=tuple(ENDPOINTS), default="/v1/chat/completions",
-        metavar="ENDPOINT",
-        help="with --template: endpoint of the requests (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--id-column", metavar="NAME",
-        help="with --template: column with the custom_id (default: the number of the "
-        "row, from 0)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-requests", type=count, metavar="N",
-        help="run only the first N requests of the input",
-    )  # fmt: skip
-    parser.add_argument(
-        "--skip-invalid", action="store_true",
-        help="answer lines that are no valid requests with an error and run the others "
-        "(default: refuse the input with a list of these lines)",
-    )  # fmt: skip
+    add_arguments(
+        parser,
+        """
+-i --input-file INPUT       JSONL batch requests; several inputs are one job, in this order
+--template TEXT|JSON|@FILE  the inputs are tables: each row becomes a request with this
+                            prompt, or with this body in JSON, in which "{{column}}" stands
+                            for a value of the row
+--url ENDPOINT              with --template: endpoint of the requests (default:
+                            /v1/chat/completions)
+--id-column NAME            with --template: column with the custom_id (default: the number
+                            of the row, from 0)
+--max-requests N            run only the first N requests of the input
+--skip-invalid              answer lines that are no valid requests with an error and run
+                            the others (default: refuse the input with a list of these
+                            lines)
+""",
+        input_file={"nargs": "+", "action": "extend", "required": required},
+        url={"choices": tuple(ENDPOINTS), "default": "/v1/chat/completions"},
+        max_requests={"type": count},
+    )
 
 
 def add_advanced_inputs(group: argparse._ActionsContainer) -> None:
     """Add the options that change how the input is read and computed."""
-    group.add_argument(
-        "--optimize-fields", action="store_true",
-        help="with a block in --template: choose the order of its lines for each row, so "
-        "that prompts have more of their beginnings in common",
-    )  # fmt: skip
+    add_arguments(
+        group,
+        """
+--optimize-fields  with a block in --template: choose the order of its lines for each row,
+                   so that prompts have more of their beginnings in common
+""",
+    )
     add_setting(
         group, "dedupe",
         "Equal are greedy ones, and those for embeddings and scores. Default: auto",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -21,13 +20,7 @@ from ..batch_api.equal_requests import EqualRequests, find_equal
 from ..batch_api.jsonl import BatchFile
 from ..batch_api.lines import invalid_line, result_line, unrun_line
 from ..batch_api.stop_rules import with_stop_rules
-from ..errors import (
-    ConfigError,
-    EngineError,
-    ExitStatus,
-    SGLangBatchError,
-    StoreError,
-)
+from ..errors import SGLangBatchError, StoreError
 from ..fleet.fleet_engine import FleetEngine
 from ..fleet.fleet_worker import WorkerState
 from ..inputs.local_input import LocalInput
@@ -39,10 +32,10 @@ from ..job.occupancy import Tail
 from ..request import BatchRequestInput, RequestOutput, Usage
 from ..store.result_log import ResultLog
 from .backend_options import EngineSettings, served_name
-from .engine_log import EngineLog
+from .engine_log import EngineLog, end_process
 from .job_directory import JobRecord
 from .prepare import PreparedRun
-from .progress import Display, Progress, engines_running
+from .progress import Display, Progress
 from .shared_state import TakenOver
 from .stop_signals import StopSignals
 from .summary import Counts, LastRequests, Summary
@@ -186,7 +179,9 @@ class RunningJob:
         log = self._log
         stop = asyncio.Event()
         num_requests = len(self._requests)
-        progress = Progress(self._display, num_requests, log, compiling, self._engines)
+        progress = Progress(
+            self._display, num_requests, log, compiling, self._engines_running
+        )
 
         def store(request: BatchRequestInput, output: RequestOutput) -> None:
             self._store(request, output)
@@ -285,8 +280,11 @@ class RunningJob:
         """All engines of a fleet, none for an engine in this process."""
         return [] if self._fleet is None else self._fleet.states()
 
+    def _engines_running(self) -> str:
+        return engines_running(self._engines())
+
     def _starting(self) -> str:
-        activity = engines_running(self._engines()) or self._engine_log.activity()
+        activity = self._engines_running() or self._engine_log.activity()
         seconds = time.monotonic() - self._begun
         return (
             f"Starting the engine{f': {activity}' * bool(activity)} ({seconds:.0f} s)"
@@ -303,43 +301,27 @@ class RunningJob:
         )
 
     def _failure(self, error: BaseException | None) -> SGLangBatchError:
-        failure = self._engine_log.failure(error, started=self._started)
         log = self._log
         resumes = (
             f"The same command continues with {log.num_done:,} of {len(log):,} requests "
-            "done"
+            "done. "
         )
-        ends = f"Engine's log: {self._engine_log.path}"
-        if failure.killed:
-            return EngineError(
-                "the system killed a process of SGLang (SIGKILL), most likely for "
-                "memory: lower --max-total-tokens or --max-running-requests. "
-                f"{resumes}. {ends}"
-            )
-        if failure.status == ExitStatus.BAD_INPUT:
-            return ConfigError(
-                "the engine cannot start with this model and these options: "
-                f"{failure.reason} {ends}"
-            )
-        return EngineError(f"the engine died: {failure.reason}. {resumes}. {ends}")
+        return self._engine_log.failure(error, started=self._started, resumes=resumes)
 
     def _died(self) -> NoReturn:
         """SGLang is about to end this process. End it with the reason instead."""
         with suppress(Exception):
             self._share()
-        if self._signals.received:
-            # The signal reached all processes, as it does under Slurm.
-            said, status = self._stopped(), ExitStatus.INTERRUPTED
-        else:
-            failure = self._failure(None)
-            said, status = f"error: {failure}", ExitStatus.FAILED
-            if isinstance(failure, ConfigError):
-                status = ExitStatus.BAD_INPUT
-        self._display.say(said)
-        from ..srt.engine import in_process
+        failure = None if self._signals.received else self._failure(None)
+        end_process(self._display.say, failure, self._stopped())
 
-        in_process.kill_children()
-        os._exit(status)
+
+def engines_running(states: Sequence[WorkerState]) -> str:
+    """How many of several engines run, such as ``2 of 3 engines``, or ``""``."""
+    if len(states) < 2:
+        return ""
+    running = sum(state.is_running for state in states)
+    return f"{running} of {len(states)} engines"
 
 
 def _in_background(function: Callable[[], _T]) -> Future[_T]:

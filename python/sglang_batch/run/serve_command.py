@@ -15,10 +15,11 @@ from pathlib import Path
 import platformdirs
 
 from ..config import OfflineBatchConfig
-from ..errors import ConfigError, ExitStatus, StoreError, UnknownOption
+from ..errors import ConfigError, ExitStatus, StoreError
 from ..store.files import FileLock
 from .backend_options import (
     BACKENDS,
+    OPTIONS_OF_WORKERS,
     SERVER_OPTIONS,
     SSL_OPTIONS,
     BackendParser,
@@ -98,11 +99,7 @@ def _serve_front(fleet: WorkerOptions) -> int:
             api_key=known.api_key,
             admin_key=known.admin_api_key,
             metrics=known.enable_metrics,
-            ssl={
-                n: getattr(known, n)
-                for n in SSL_OPTIONS
-                if getattr(known, n) is not None
-            },
+            ssl={n: value for n in SSL_OPTIONS if (value := getattr(known, n))},
         )
     )
     return ExitStatus.OK
@@ -115,21 +112,13 @@ def _front_options(argv: list[str]) -> argparse.Namespace:
     """
     from ..srt.compat.command_line import add_options
 
-    parser = BackendParser(add_help=False, allow_abbrev=False)
+    parser = BackendParser()
     add_options(parser, *SERVER_OPTIONS, "offline_batch_config")
     parser.set_defaults(host=DEFAULT_HOST, port=DEFAULT_PORT, log_level="info")
-    known, unknown = parser.parse_known_args(argv)
+    known = parser.known(argv, OPTIONS_OF_WORKERS)
     if known.log_level not in LOG_LEVELS:
         raise ConfigError(
             f"--log-level {known.log_level} must be one of {', '.join(LOG_LEVELS)}."
-        )
-    if unknown:
-        flags = [action.option_strings[0] for action in parser._actions]
-        raise UnknownOption(
-            f"{unknown[0].partition('=')[0]}: the servers of --workers have their model "
-            f"and options already; leave it out. The options here are {', '.join(flags)}.",
-            unknown,
-            flags,
         )
     return known
 

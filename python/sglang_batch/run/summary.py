@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from ..batch_api.lines import line_error, without_details
 from ..batch_api.objects import dollars
 from ..batch_api.stop_rules import RULES
@@ -258,7 +256,6 @@ class Summary(Counts):
         optimal_cached_share: float | None = None,
         this_run: Counts | None = None,
     ) -> Summary:
-        """The summary of a job with these counts."""
         part, whole = (this_run or job).computed, job.computed
         if optimal_cached_share is not None:
             possible = whole.possible_hit_rate(optimal_cached_share)
@@ -276,11 +273,6 @@ class Summary(Counts):
             this_run=this_run,
             engine_s=round(seconds, 3),
         )
-
-    @classmethod
-    def of_record(cls, values: dict[str, Any]) -> Summary:
-        """The summary that an earlier run recorded, perhaps of an earlier version."""
-        return msgspec.convert(values, cls)
 
     def as_dict(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)

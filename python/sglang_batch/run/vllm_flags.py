@@ -7,7 +7,7 @@ those with another name, those without effect here, and those that mean somethin
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -27,7 +27,7 @@ class FlagUse(Enum):
 class VllmFlag:
     """An option of vLLM's.
 
-    words: its names, with spaces between them.
+    names: with spaces between them.
     text: SGLang's options for it, if it is renamed; a value follows the last of them.
         Otherwise why it has no effect, or what to use instead.
     takes_value: whether a value follows.
@@ -37,24 +37,12 @@ class VllmFlag:
     """
 
     use: FlagUse
-    words: str
+    names: str
     text: str
     takes_value: bool = True
     values: Mapping[str, str | None] = field(default_factory=dict)
     refused: Mapping[str | None, str] = field(default_factory=dict)
     is_size: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self.words.split())
-
-    @property
-    def target(self) -> tuple[str, ...]:
-        return tuple(self.text.split()) if self.use is FlagUse.RENAMED else ()
-
-    @property
-    def why(self) -> str:
-        return "" if self.use is FlagUse.RENAMED else self.text
 
 
 _renamed = partial(VllmFlag, FlagUse.RENAMED)
@@ -180,7 +168,7 @@ VLLM_FLAGS = (
     _refused("--mm-processor-kwargs", "use --mm-process-config"),
 )  # fmt: skip
 
-_BY_NAME = {name: flag for flag in VLLM_FLAGS for name in flag.names}
+_BY_NAME = {name: flag for flag in VLLM_FLAGS for name in flag.names.split()}
 _SUFFIXES = {
     **{"k": 10**3, "m": 10**6, "g": 10**9},
     **{"K": 2**10, "M": 2**20, "G": 2**30},
@@ -205,28 +193,19 @@ def sglang_argv(argv: list[str], say: Callable[[str], None]) -> list[str]:
             found.append(argument)
             continue
         if flag.use is FlagUse.REFUSED:
-            raise ConfigError(f"{name} is an option of vLLM's: {flag.why}.")
+            raise ConfigError(f"{name} is an option of vLLM's: {flag.text}.")
         if not flag.takes_value:
             if equals:
                 raise ConfigError(f"{argument}: {name} takes no value.")
             value = ""
-        elif not equals:
-            value = _next_value(name, left)
+        elif not equals and (value := next(left, "")) == "":
+            raise ConfigError(f"{name} needs a value.")
+        words = _translated(flag, name, value)
         if flag.use is FlagUse.IGNORED:
-            _translated(flag, name, value)
-            say(f"{name} has no effect: {flag.why}.")
-        elif (words := _translated(flag, name, value)) is not None:
-            found += flag.target
-            if words:
-                found.append(words)
+            say(f"{name} has no effect: {flag.text}.")
+        elif words is not None:
+            found += flag.text.split() + ([words] if words else [])
     return found
-
-
-def _next_value(name: str, left: Iterable[str]) -> str:
-    value = next(iter(left), None)
-    if value is None:
-        raise ConfigError(f"{name} needs a value.")
-    return value
 
 
 def _translated(flag: VllmFlag, name: str, value: str) -> str | None:

@@ -11,10 +11,8 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvloop
-
 from ...errors import ConfigError
-from ..fleet_engine import FleetEngine
+from ..fleet_engine import FleetEngine, on_loop
 from ..head_state import HeadState
 from .ray_worker import StartEngine
 
@@ -174,17 +172,15 @@ def ray_engine(
     _end_others(head.job_id, prefix)
     places = [
         RayPlace(
-            f"{prefix}{i}", f"engine {i}", start, _options(fleet.resources), os.getcwd()
+            f"engine {i}", f"{prefix}{i}", start, _options(fleet.resources), os.getcwd()
         )
         for i in range(fleet.max_engines)
     ]
-    loop = uvloop.new_event_loop()
     engine = FleetEngine(places, head.epoch, fleet.min_engines, crashes=head.crashes)
     try:
-        yield engine, loop
+        with on_loop(engine) as running:
+            yield running
     finally:
-        loop.run_until_complete(engine.close())
-        loop.close()
         ray.shutdown()
 
 

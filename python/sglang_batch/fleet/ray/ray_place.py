@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -18,7 +19,7 @@ from ray.exceptions import (
 
 from ...errors import ConfigError
 from ..places import WorkerLost, WorkerPort
-from .ray_worker import RayWorker, StartEngine
+from .ray_worker import RayWorker, StartEngine, StartFailure
 
 NAMESPACE = "sglang-batch"
 # Calls that an actor answers at a time: one that waits, one with commands, some that render.
@@ -53,57 +54,50 @@ class RayPort(WorkerPort):
             raise OSError(_one_line(error)) from None
 
 
+@dataclass(slots=True)
 class RayPlace:
     """A named, detached actor.
 
-    Args:
-        name: of the actor, the same for every head of a job.
-        shown: name for people.
-        start: loads the model there.
-        options: of the actor: resources, environment.
+    name: for people.
+    actor_name: the same for every head of a job.
+    start: loads the model there.
+    options: of the actor: resources, environment.
+    directory: the head's working directory.
     """
 
-    def __init__(
-        self,
-        name: str,
-        shown: str,
-        start: StartEngine,
-        options: Mapping[str, Any],
-        directory: str,
-    ) -> None:
-        self.name = shown
-        self._actor_name = name
-        self._start = start
-        self._options = options
-        self._directory = directory
-        self._making: asyncio.Future[Any] | None = None
+    name: str
+    actor_name: str
+    start: StartEngine
+    options: Mapping[str, Any]
+    directory: str
+    _making: asyncio.Future[Any] | None = None
 
     async def find(self) -> RayPort:
         self._making = asyncio.ensure_future(asyncio.to_thread(self._actor))
         actor = await asyncio.shield(self._making)
         try:
-            failure = await actor.failure.remote()
-            node = "" if failure is not None else await actor.node.remote()
+            started: str | StartFailure = await actor.started.remote()
         except RayActorError as error:
-            raise WorkerLost(_start_error(error), crashed=True) from None
+            reason = f"its process died as it started: {_one_line(error)}"
+            raise WorkerLost(reason, crashed=True) from None
         except RayError as error:
             raise WorkerLost(_one_line(error), crashed=True) from None
-        if failure is None:
-            return RayPort(actor, node)
+        if isinstance(started, str):
+            return RayPort(actor, started)
         await self.free()
-        if failure.of_options:
+        if started.of_options:
             raise ConfigError(
                 "the engine cannot start with this model and these options: "
-                f"{failure.reason}"
+                f"{started.reason}"
             )
-        raise WorkerLost(failure.reason, crashed=True)
+        raise WorkerLost(started.reason, crashed=True)
 
     async def free(self) -> None:
         if self._making is not None:  # it may be made just now
             await asyncio.wait({self._making})
         with suppress(ValueError, RayError, GetTimeoutError):
             actor = await asyncio.to_thread(
-                ray.get_actor, self._actor_name, namespace=NAMESPACE
+                ray.get_actor, self.actor_name, namespace=NAMESPACE
             )
             await asyncio.to_thread(ray.kill, actor)
 
@@ -112,24 +106,20 @@ class RayPlace:
         remote: Any = ray.remote
         actor_class = remote(concurrency_groups={_CALLS: _NUM_CALLS})(RayWorker)
         return actor_class.options(
-            name=self._actor_name,
+            name=self.actor_name,
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
             max_restarts=0,
             scheduling_strategy="SPREAD",
-            **self._options,
-        ).remote(self._start, self.name, self._directory)
+            **self.options,
+        ).remote(self.start, self.name, self.directory)
 
 
 def _is_gone(node: str) -> bool:
     """Whether a node has left the cluster."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return not any(each["NodeID"] == node and each["Alive"] for each in nodes)
-
-
-def _start_error(error: RayActorError) -> str:
-    return f"its process died as it started: {_one_line(error)}"
 
 
 def _one_line(error: BaseException) -> str:

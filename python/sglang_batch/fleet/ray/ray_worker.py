@@ -73,24 +73,15 @@ class RayWorker:
         signal.signal(signal.SIGTERM, self._leave)
         threading.Thread(target=self._watch, daemon=True).start()
 
-    # Calls of the head, several at a time ------------------------------------------------
-
-    def failure(self) -> StartFailure | None:
-        """Why the engine did not start, or None if it runs."""
-        return self._failure
-
-    def node(self) -> str:
-        """The id of the node that this runs on."""
+    def started(self) -> str | StartFailure:
+        """The id of the node that this runs on, or why the engine did not start."""
         import ray
 
-        return str(ray.get_runtime_context().get_node_id())
+        return self._failure or str(ray.get_runtime_context().get_node_id())
 
     def call(self, name: str, data: bytes) -> bytes:
-        """See :meth:`.WorkerHost.call`."""
         answer: bytes = self._do(self._host.call(name, data))
         return answer
-
-    # ------------------------------------------------------------------------------------
 
     def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -114,9 +105,7 @@ class RayWorker:
         alone_since = time.monotonic()
         while True:
             time.sleep(_CHECK_S)
-            if any(
-                not child.is_running() or _is_zombie(child) for child in self._children
-            ):
+            if any(map(_is_dead, self._children)):
                 logger.error("Worker %s: a process of SGLang has died", self._name)
                 self._exit()
             if self._host.is_attached:
@@ -143,10 +132,10 @@ def _children() -> list[Any]:
     return list(psutil.Process().children(recursive=True))
 
 
-def _is_zombie(child: Any) -> bool:
+def _is_dead(child: Any) -> bool:
     import psutil
 
     try:
-        return bool(child.status() == psutil.STATUS_ZOMBIE)
+        return bool(child.status() == psutil.STATUS_ZOMBIE) or not child.is_running()
     except psutil.NoSuchProcess:
         return True

@@ -33,7 +33,7 @@ from ...request import (
     random_prompts,
 )
 from ...run.backend_options import known_arguments
-from ...run.engine_log import EngineLog
+from ...run.engine_log import EngineLog, end_process
 from ...run.model_place import check_model
 from ...run.progress import Display
 from ...run.stop_signals import StopSignals
@@ -233,7 +233,7 @@ class _Calibration:
             raise
         except Exception as error:
             traceback.print_exc()
-            raise self._failure(error) from error
+            raise self._engine_log.failure(error, started=self._started) from error
         self._engine_log.path.unlink(missing_ok=True)
         return found
 
@@ -352,35 +352,11 @@ class _Calibration:
     def _shown(self) -> str:
         return f"{self._status} ({time.monotonic() - self._begun:.0f} s)"
 
-    def _failure(self, error: BaseException | None) -> SGLangBatchError:
-        failure = self._engine_log.failure(error, started=self._started)
-        ends = f"Engine's log: {self._engine_log.path}"
-        if failure.killed:
-            return EngineError(
-                "the system killed a process of SGLang (SIGKILL), most likely for "
-                f"memory: lower --max-total-tokens. {ends}"
-            )
-        if failure.status == ExitStatus.BAD_INPUT:
-            return ConfigError(
-                "the engine cannot start with this model and these options: "
-                f"{failure.reason} {ends}"
-            )
-        return EngineError(f"the engine died: {failure.reason}. {ends}")
-
     def _died(self) -> NoReturn:
         """SGLang is about to end this process. End it with the reason instead."""
-        failure = self._failure(None)
-        said, status = f"error: {failure}", ExitStatus.FAILED
-        if self._signals.received:
-            # The signal reached all processes, as it does under Slurm.
-            said, status = "interrupted", ExitStatus.INTERRUPTED
-        elif isinstance(failure, ConfigError):
-            status = ExitStatus.BAD_INPUT
-        self._display.say(said)
-        from ...srt.engine import in_process
-
-        in_process.kill_children()
-        os._exit(status)
+        failure = self._engine_log.failure(None, started=self._started)
+        reason = None if self._signals.received else failure
+        end_process(self._display.say, reason, "interrupted")
 
 
 async def _median_step(

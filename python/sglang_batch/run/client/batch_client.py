@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import io
-import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, cast
+from typing import Any, BinaryIO, cast
 
 import httpx
 import openai
 from openai._models import FinalRequestOptions
-from tqdm import tqdm
 
 from ...batch_api import protocol as api
 from ...batch_api.objects import computed_usage
-from ...errors import ConfigError, ServerError, SGLangBatchError
+from ...errors import ConfigError, ExitStatus, ServerError, SGLangBatchError
 from ...server.progress import cached_percent, duration
+from ..progress import Display
 
 _TIMEOUT = httpx.Timeout(60.0, connect=5.0)
 _UPLOAD_TIMEOUT = httpx.Timeout(600.0, connect=5.0)
@@ -60,7 +59,6 @@ class BatchClient:
         self.client.close()
 
     def get(self, batch_id: str) -> Batch:
-        """The current state of a batch."""
         with _plain_errors(self.url):
             return self._batch(self.client.batches.retrieve(batch_id))
 
@@ -95,7 +93,6 @@ class BatchClient:
                 yield self._batch(batch)
 
     def cancel(self, batch_id: str) -> Batch:
-        """Cancel a batch and return its new state."""
         with _plain_errors(self.url):
             return self._batch(self.client.batches.cancel(batch_id))
 
@@ -130,6 +127,15 @@ class BatchClient:
                 f"{self.url} answers, but not with a batch: is it the URL of an sglang-batch server?"
             )
         return answer.to_dict(mode="json")
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a command prints: ``objects`` as JSON, one per line, or ``text``."""
+
+    objects: Sequence[Any]
+    text: str
+    status: int = ExitStatus.OK
 
 
 def _base_url(url: str) -> str:
@@ -170,16 +176,12 @@ def _refused(url: str, error: openai.APIStatusError) -> SGLangBatchError:
     return ConfigError(f"{url}: {message}")
 
 
-# Batches as text: tables, and a progress bar for a batch that is followed.
+# Batches as text: tables, and the progress of a batch that is followed.
 
 # A batch object of the API.
 Batch = dict[str, Any]
 
 MAX_ERRORS = 5
-# Without a terminal, a line is printed at this interval instead of a bar.
-LOG_EVERY_S = 30.0
-
-_FORMAT = "{desc}: {percentage:3.0f}% | {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 
 
 def batch_table(batch: Batch) -> str:
@@ -257,72 +259,36 @@ def first_errors(batch: Batch) -> list[str]:
 
 def status_text(batch: Batch) -> str:
     """The status of a batch, with the reason if it is paused."""
-    paused = _paused(batch)
+    paused = batch.get("paused_reason")
     return f"{batch['status']} (paused: {paused})" if paused else str(batch["status"])
 
 
-def _paused(batch: Batch) -> str | None:
-    reason: str | None = batch.get("paused_reason")
-    return reason
+class BatchProgress:
+    """The status of a batch that is followed. A change of it is a line of the display."""
 
+    def __init__(self, display: Display, batch: Batch) -> None:
+        self._display, self._batch = display, batch
+        self._began, self._num_before = time.monotonic(), _num_done(batch)
+        display.say(str(self))
 
-class BatchBar:
-    """The progress of a batch on standard error: a bar, or lines without a terminal."""
+    def update(self, batch: Batch) -> None:
+        """The batch as it is now."""
+        before, self._batch = self._batch, batch
+        if status_text(batch) != status_text(before):
+            self._display.say(str(self))
 
-    def __init__(self) -> None:
-        self._live = sys.stderr.isatty()
-        self._bar: tqdm[NoReturn] | None = None
-        self._status = ""
-        self._printed_at = -LOG_EVERY_S
-
-    def show(self, batch: Batch) -> None:
-        """Show the current state of a batch."""
-        now, status, paused = time.monotonic(), status_text(batch), _paused(batch)
-        title = f"{batch['id']}: {status}"
-        if self._live:
-            title = str(batch["status"]).replace("_", " ").capitalize()
-            title += " (paused)" if paused else ""
-        bar = self._moved(batch, title)
-        if self._live and bar is not None:
-            if paused and status != self._status:
-                self.say(f"paused: {paused}")
-            bar.refresh()
-        elif not self._live and (
-            status != self._status or now - self._printed_at >= LOG_EVERY_S
-        ):
-            self._printed_at = now
-            print(title if bar is None else bar, file=sys.stderr, flush=True)
-        self._status = status
-
-    def _moved(self, batch: Batch, title: str) -> tqdm[NoReturn] | None:
-        """The bar where the batch is now. None: its lines are not counted yet."""
-        total, done = _counts(batch)["total"], _num_done(batch)
-        if not total:
-            return None
-        if self._bar is None:
-            self._bar = tqdm(
-                total=total,
-                initial=done,
-                unit="req",
-                bar_format=_FORMAT,
-                dynamic_ncols=self._live,
-                file=sys.stderr if self._live else io.StringIO(),
-            )
-        self._bar.set_description_str(title, refresh=False)
-        self._bar.set_postfix_str(_postfix(batch), refresh=False)
-        self._bar.update(done - self._bar.n)
-        return self._bar
-
-    def say(self, text: str) -> None:
-        """Print a line of text above the bar."""
-        tqdm.write(text, file=sys.stderr)
-
-    def __enter__(self) -> BatchBar:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+    def __str__(self) -> str:
+        title = f"{self._batch['id']}: {status_text(self._batch)}"
+        if not (total := _counts(self._batch)["total"]):
+            return title
+        return self._display.meter(
+            title,
+            _num_done(self._batch),
+            total,
+            self._began,
+            initial=self._num_before,
+            postfix=_postfix(self._batch),
+        )
 
 
 def _postfix(batch: Batch) -> str:

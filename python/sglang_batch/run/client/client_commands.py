@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,10 +20,12 @@ from ...inputs.compression import plain_name
 from ...inputs.job_input import STDIN, JobInput, input_sources
 from ...inputs.staging import Staging
 from ...store.files import atomic_write
+from ..progress import Display
 from .batch_client import (
     Batch,
-    BatchBar,
     BatchClient,
+    BatchProgress,
+    Shown,
     batch_table,
     batches_table,
     first_errors,
@@ -38,7 +38,7 @@ PATIENCE_S = 900.0
 STDOUT = Path("-")
 
 
-def submit(server: BatchClient, options: argparse.Namespace) -> int:
+def submit(server: BatchClient, options: argparse.Namespace) -> Shown:
     """``sglang-batch submit``: check a file, upload it and start a batch over it.
 
     Unless told not to, it looks for all errors that the server would find, also in bodies.
@@ -70,41 +70,30 @@ def submit(server: BatchClient, options: argparse.Namespace) -> int:
         name = _upload_name(options.input_file[0])
         batch = server.start(local.path, name, endpoint, **fields)
     if not options.follow:
-        _show(options, batch, lambda batch: str(batch["id"]))
-        return ExitStatus.OK
+        return Shown([batch], batch["id"])
     if not options.json:
         print(batch["id"], flush=True)
-    return _follow(server, batch, options)
+    return _follow(server, batch)
 
 
-def status(server: BatchClient, options: argparse.Namespace) -> int:
-    """``sglang-batch status``: show the progress of a batch."""
+def status(server: BatchClient, options: argparse.Namespace) -> Shown:
     batch = server.get(options.batch_id)
     if options.follow:
-        return _follow(server, batch, options)
-    _show(options, batch, batch_table)
-    return ExitStatus.OK
+        return _follow(server, batch)
+    return Shown([batch], batch_table(batch))
 
 
-def list_(server: BatchClient, options: argparse.Namespace) -> None:
-    """``sglang-batch list``: list batches, newest first."""
-    batches = server.newest(options.limit)
-    if options.json:
-        for batch in batches:
-            print(json.dumps(batch))
-    else:
-        found = list(batches)
-        print(batches_table(found) if found else "no batches")
+def list_(server: BatchClient, options: argparse.Namespace) -> Shown:
+    batches = list(server.newest(options.limit))
+    return Shown(batches, batches_table(batches) if batches else "no batches")
 
 
-def cancel(server: BatchClient, options: argparse.Namespace) -> None:
-    """``sglang-batch cancel``: cancel a batch."""
+def cancel(server: BatchClient, options: argparse.Namespace) -> Shown:
     batch = server.cancel(options.batch_id)
-    _show(options, batch, lambda batch: f"{batch['id']} {batch['status']}")
+    return Shown([batch], f"{batch['id']} {batch['status']}")
 
 
-def results(server: BatchClient, options: argparse.Namespace) -> None:
-    """``sglang-batch results``: download the results of a batch."""
+def results(server: BatchClient, options: argparse.Namespace) -> Shown:
     output, errors = options.output_file, options.error_file
     for path in (output, errors):
         if path is not None and path.is_dir():
@@ -123,58 +112,51 @@ def results(server: BatchClient, options: argparse.Namespace) -> None:
         where = error.filename2 or error.filename or output
         raise StoreError(f"{where} cannot be written: {error.strerror}.") from error
     print(note, file=sys.stderr)
-    if options.json and output != STDOUT:
-        print(json.dumps(batch))
+    return Shown([] if output == STDOUT else [batch], "")
 
 
-def _show(
-    options: argparse.Namespace, batch: Batch, text: Callable[[Batch], str]
-) -> None:
-    print(json.dumps(batch) if options.json else text(batch), flush=True)
-
-
-def _follow(server: BatchClient, batch: Batch, options: argparse.Namespace) -> int:
-    """Show the progress of a batch until it ends, and return the exit status."""
+def _follow(server: BatchClient, batch: Batch) -> Shown:
+    """Show the progress of a batch until it ends."""
     batch_id = batch["id"]
     try:
-        with BatchBar() as bar:
-            batch = until_ended(server, batch, bar)
+        batch = until_ended(server, batch, Display(sys.stderr))
     except KeyboardInterrupt:
         print(
             f"interrupted. {batch_id} keeps running at {server.url}: use "
             f"`sglang-batch status {batch_id} --follow` to follow it again",
             file=sys.stderr,
         )
-        return ExitStatus.INTERRUPTED
-    _show(options, batch, batch_table)
+        return Shown([], "", ExitStatus.INTERRUPTED)
+    status = ExitStatus.OK
     if batch["status"] != api.COMPLETED:
-        return ExitStatus.FAILED
-    return (
-        ExitStatus.FAILED_LINES if batch["request_counts"]["failed"] else ExitStatus.OK
-    )
+        status = ExitStatus.FAILED
+    elif batch["request_counts"]["failed"]:
+        status = ExitStatus.FAILED_LINES
+    return Shown([batch], batch_table(batch), status)
 
 
-def until_ended(server: BatchClient, batch: Batch, bar: BatchBar) -> Batch:
-    """Poll a batch until it ends.
+def until_ended(server: BatchClient, batch: Batch, display: Display) -> Batch:
+    """Poll a batch until it ends, and show its progress.
 
     Raises ServerError if the server has not answered for ``PATIENCE_S`` seconds.
     """
     answered_at = time.monotonic()
     waiting = False
-    bar.show(batch)
-    while batch["status"] not in api.ENDED_STATUSES:
-        time.sleep(POLL_S)
-        try:
-            batch = server.get(batch["id"])
-        except ServerError as error:
-            if time.monotonic() - answered_at > PATIENCE_S:
-                raise
-            if not waiting:
-                bar.say(f"{error} Trying again.")
-            waiting = True
-        else:
-            answered_at, waiting = time.monotonic(), False
-            bar.show(batch)
+    progress = BatchProgress(display, batch)
+    with display.showing(progress.__str__):
+        while batch["status"] not in api.ENDED_STATUSES:
+            time.sleep(POLL_S)
+            try:
+                batch = server.get(batch["id"])
+            except ServerError as error:
+                if time.monotonic() - answered_at > PATIENCE_S:
+                    raise
+                if not waiting:
+                    display.say(f"{error} Trying again.")
+                waiting = True
+            else:
+                answered_at, waiting = time.monotonic(), False
+                progress.update(batch)
     return batch
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import json
 import os
 import re
 import sys
@@ -16,13 +17,14 @@ from ...batch_api import protocol as api
 from ...config import add_setting
 from ...errors import ExitStatus
 from ...job.engine import MAX_TREE_NODES
-from ..option_types import enough, whole
+from ..option_types import add_arguments, enough, whole
 
 DEFAULT_URL = "http://127.0.0.1:30000"
 MAX_LIST = 10_000
 
 Subparsers = Any
 
+_FOLLOW = "--follow  show the progress until the batch ends"
 _FOLLOW_EPILOG = f"""\
 exit status with --follow:
   {ExitStatus.OK:<4} every line was answered
@@ -39,12 +41,11 @@ Defaults: $SGLANG_BATCH_URL for --url, $SGLANG_BATCH_API_KEY or $OPENAI_API_KEY 
 
 
 def add(commands: Subparsers) -> None:
-    """Add the commands for servers to the command line."""
     _add_submit(commands)
     about = "Show the status, counts, tokens and times of a batch."
     status = _command(commands, "status", about, _FOLLOW_EPILOG)
     _add_id(status)
-    _add_follow(status)
+    add_arguments(status, _FOLLOW)
     listing = _command(commands, "list", "List batches, newest first.")
     _add_limit(listing, MAX_LIST, 20, "list at most N batches")
     about = "Cancel a batch. Lines that are already answered are kept: see `results`."
@@ -74,86 +75,46 @@ def _add_submit(commands: Subparsers) -> None:
         "it, starts a batch and prints its id.",
         _FOLLOW_EPILOG,
     )
-    submit.add_argument(
-        "-i",
-        "--input-file",
-        nargs="+",
-        action="extend",
-        required=True,
-        metavar="INPUT",
-        help="the requests, one JSON line each: files, URLs or - for standard input, "
-        "plain, gzip or zstd; several are one batch, in this order",
-    )
-    submit.add_argument(
-        "--endpoint",
-        choices=tuple(api.ENDPOINTS),
-        metavar="PATH",
-        help="endpoint of all lines, such as /v1/embeddings (default: taken from the "
-        "first line)",
-    )
-    submit.add_argument(
-        "--no-check",
-        action="store_true",
-        help="send the file without checking its lines (default: a file that the "
-        "server would refuse is not sent, and all its errors are listed)",
-    )
-    submit.add_argument(
-        "--window",
-        default="24h",
-        metavar="TIME",
-        help="completion window, such as 90m or 7d: unfinished lines expire after it "
-        "(default: 24h)",
-    )
-    submit.add_argument(
-        "--priority",
-        type=_whole_number,
-        metavar="N",
-        help="batches with a higher priority run first (default: 0)",
-    )
-    submit.add_argument(
-        "--enough",
-        type=enough,
-        metavar="SHARE",
-        help="end when this share of the requests, such as 99%%, has an answer, and give "
-        "the others up",
+    add_arguments(
+        submit,
+        """
+-i --input-file INPUT  the requests, one JSON line each: files, URLs or - for standard
+                       input, plain, gzip or zstd; several are one batch, in this order
+--endpoint PATH        endpoint of all lines, such as /v1/embeddings (default: taken from
+                       the first line)
+--no-check             send the file without checking its lines (default: a file that the
+                       server would refuse is not sent, and all its errors are listed)
+--window TIME          completion window, such as 90m or 7d: unfinished lines expire after
+                       it (default: 24h)
+--priority N           batches with a higher priority run first (default: 0)
+--enough SHARE         end when this share of the requests, such as 99%, has an answer,
+                       and give the others up
+--metadata KEY=VALUE   a pair to store with the batch (repeatable)
+""",
+        input_file={"nargs": "+", "action": "extend", "required": True},
+        endpoint={"choices": tuple(api.ENDPOINTS)},
+        window={"default": "24h"},
+        priority={"type": _whole_number},
+        enough={"type": enough},
+        metadata={"action": "append", "type": _pair, "default": []},
     )
     add_setting(submit, "dedupe", "Default: the server's setting")
-    submit.add_argument(
-        "--metadata",
-        action="append",
-        type=_pair,
-        default=[],
-        metavar="KEY=VALUE",
-        help="a pair to store with the batch (repeatable)",
-    )
-    _add_follow(submit)
+    add_arguments(submit, _FOLLOW)
 
 
 def _add_results(commands: Subparsers) -> None:
-    results = _command(
-        commands,
-        "results",
-        "Download the results of a batch that has ended, in input order.",
-    )
+    about = "Download the results of a batch that has ended, in input order."
+    results = _command(commands, "results", about)
     _add_id(results)
-    results.add_argument(
-        "-o",
-        "--output-file",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="file for the answers, - for standard output",
-    )
-    results.add_argument(
-        "--error-file",
-        type=Path,
-        metavar="FILE",
-        help="file for the errors (default: among the answers)",
-    )
-    results.add_argument(
-        "--so-far",
-        action="store_true",
-        help="download the finished lines of a running batch",
+    add_arguments(
+        results,
+        """
+-o --output-file FILE  file for the answers, - for standard output
+--error-file FILE      file for the errors (default: among the answers)
+--so-far               download the finished lines of a running batch
+""",
+        output_file={"type": Path, "required": True},
+        error_file={"type": Path},
     )
 
 
@@ -167,8 +128,7 @@ def _command(
     """Add a command with the options that all commands for servers have.
 
     Args:
-        module: has a function of this name, which takes the client and the options, and
-            may return an exit status.
+        module: has a function of this name, which takes the client and the options.
     """
     title = description.partition(".")[0]
     parser: argparse.ArgumentParser = commands.add_parser(
@@ -179,20 +139,16 @@ def _command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--url",
-        default=os.environ.get("SGLANG_BATCH_URL") or DEFAULT_URL,
-        help=f"URL of the server (default: {DEFAULT_URL})",
-    )
-    parser.add_argument(
-        "--api-key",
-        default=os.environ.get("SGLANG_BATCH_API_KEY")
-        or os.environ.get("OPENAI_API_KEY"),
-        metavar="KEY",
-        help="API key, if the server requires one",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON, one object per line"
+    env = os.environ.get
+    add_arguments(
+        parser,
+        f"""
+--url URL      URL of the server (default: {DEFAULT_URL})
+--api-key KEY  API key, if the server requires one
+--json         print JSON, one object per line
+""",
+        url={"default": env("SGLANG_BATCH_URL") or DEFAULT_URL},
+        api_key={"default": env("SGLANG_BATCH_API_KEY") or env("OPENAI_API_KEY")},
     )
     function = "list_" if name == "list" else name
     parser.set_defaults(run=partial(_run, module, function))
@@ -203,40 +159,32 @@ def _run(
     module: str, function: str, options: argparse.Namespace, rest: list[str]
 ) -> int:
     """Call a function with a client of the server. Only then is its module imported."""
-    from .batch_client import BatchClient
+    from .batch_client import BatchClient, Shown
 
     command = getattr(importlib.import_module(f".{module}", __package__), function)
     try:
         with contextlib.closing(BatchClient(options.url, options.api_key)) as server:
-            status: int | None = command(server, options)
+            shown: Shown = command(server, options)
+        lines = map(json.dumps, shown.objects) if options.json else [shown.text]
+        for line in filter(None, lines):
+            print(line)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of our output has closed it. Python must not flush again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitStatus.FAILED
-    return ExitStatus.OK if status is None else status
+    return shown.status
 
 
 def _add_limit(
     parser: argparse.ArgumentParser, most: int, default: int, text: str
 ) -> None:
-    parser.add_argument(
-        "--limit",
-        type=whole(1, most),
-        default=default,
-        metavar="N",
-        help=f"{text} (default: {default})",
-    )
+    limit = {"type": whole(1, most), "default": default}
+    add_arguments(parser, f"--limit N  {text} (default: {default})", limit=limit)
 
 
 def _add_id(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("batch_id", type=_id, metavar="ID", help="id of the batch")
-
-
-def _add_follow(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--follow", action="store_true", help="show the progress until the batch ends"
-    )
 
 
 def _id(text: str) -> str:
@@ -276,87 +224,63 @@ def _add_keys(commands: Subparsers) -> None:
     actions = keys.add_subparsers(dest="action", required=True)
     command = partial(_command, actions, module="key_commands")
 
-    add = command(
-        "add",
-        "Make a key for a client and print it. It cannot be shown again.",
-    )
-    add.add_argument(
-        "name", metavar="NAME", help="owner of all files and batches made with the key"
-    )
-    add.add_argument(
-        "--role",
-        choices=("client", "admin"),
-        default="client",
-        help="a client sees only its own objects, an admin may do everything "
-        "(default: client)",
-    )
-    add.add_argument(
-        "--same-owner",
-        action="store_true",
-        help="allow a name that was used before: the key opens its objects and has its "
-        "limits",
+    about = "Make a key for a client and print it. It cannot be shown again."
+    add = command("add", about)
+    add_arguments(
+        add,
+        """
+NAME            owner of all files and batches made with the key
+--role ROLE     client or admin: a client sees only its own objects, an admin may do
+                everything (default: client)
+--same-owner    allow a name that was used before: the key opens its objects and has its
+                limits
+""",
+        role={"choices": ("client", "admin"), "default": "client"},
     )
     _add_limits(add)
 
-    command(
-        "list",
-        "List the keys that were added with `keys add`, without the keys themselves.",
+    about = (
+        "List the keys that were added with `keys add`, without the keys themselves."
     )
+    command("list", about)
 
     limit = command(
         "limit",
         "Change the limits of a client, for all its keys, and print them. A limit that "
         "is left out keeps its value, and 'none' removes one.",
     )
-    limit.add_argument("name", metavar="NAME", help="name of the client")
+    add_arguments(limit, "NAME  name of the client")
     _add_limits(limit)
 
-    usage = command(
-        "usage",
-        "Show batches, lines, online calls and tokens per key and day (UTC).",
-    )
-    usage.add_argument(
-        "--days",
-        type=whole(1, MAX_DAYS),
-        default=1,
-        metavar="N",
-        help="today and the N-1 days before (default: 1)",
-    )
+    about = "Show batches, lines, online calls and tokens per key and day (UTC)."
+    usage = command("usage", about)
+    text = "--days N  today and the N-1 days before (default: 1)"
+    add_arguments(usage, text, days={"type": whole(1, MAX_DAYS), "default": 1})
 
-    revoke = command(
-        "revoke",
-        "Revoke a key, effective at once. Batches of its name continue.",
-    )
+    about = "Revoke a key, effective at once. Batches of its name continue."
+    revoke = command("revoke", about)
     revoke.add_argument("key_id", metavar="ID", help="id of the key, see `keys list`")
-    revoke.add_argument(
-        "--cancel-batches",
-        action="store_true",
-        help="also cancel all active batches of the key's name",
-    )
+    text = "--cancel-batches  also cancel all active batches of the key's name"
+    add_arguments(revoke, text)
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        action="append",
-        dest="models",
-        default=argparse.SUPPRESS,
-        metavar="NAME",
-        help="served model or LoRA adapter that the client may use (repeatable). "
-        "'none' alone removes the list, and a new client may use all",
+    limit = {"type": _limit, "default": argparse.SUPPRESS}
+    add_arguments(
+        parser,
+        """
+--model NAME         served model or LoRA adapter that the client may use (repeatable).
+                     'none' alone removes the list, and a new client may use all
+--batches-per-day N  most batches created in a day (UTC), or 'none' for any number, as for
+                     a new client
+--lines-per-day N    most lines of batches created in a day, or 'none'
+--tokens-per-day N   most tokens of prompts and answers in a day, or 'none'
+""",
+        model={"action": "append", "dest": "models", "default": argparse.SUPPRESS},
+        batches_per_day=limit,
+        lines_per_day=limit,
+        tokens_per_day=limit,
     )
-    for name, text in (
-        ("batches", "batches created in a day (UTC)"),
-        ("lines", "lines of batches created in a day"),
-        ("tokens", "tokens of prompts and answers in a day"),
-    ):
-        parser.add_argument(
-            f"--{name}-per-day",
-            type=_limit,
-            default=argparse.SUPPRESS,
-            metavar="N",
-            help=f"most {text}, or 'none' for any number, as for a new client",
-        )
 
 
 def _limit(text: str) -> int | None:

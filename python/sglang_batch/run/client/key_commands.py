@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
 from ...errors import ConfigError
-from .batch_client import BatchClient, aligned, short_time
+from .batch_client import BatchClient, Shown, aligned, short_time
 from .client_options import NO_LIMIT
 
 KEYS, LIMITS, USAGE = (f"/offline_batch/{n}" for n in ("keys", "limits", "usage"))
@@ -18,15 +17,13 @@ LIMIT_FIELDS = ("models", "batches_per_day", "lines_per_day", "tokens_per_day")
 Answer = dict[str, Any]
 
 
-def add(server: BatchClient, options: argparse.Namespace) -> None:
-    """``sglang-batch keys add``: make a key and print it."""
+def add(server: BatchClient, options: argparse.Namespace) -> Shown:
     new = {"name": options.name, "role": options.role, "same_owner": options.same_owner}
     made = server.call("POST", KEYS, new | _limits(options))
-    print(json.dumps(made) if options.json else made["value"])
+    return Shown([made], made["value"])
 
 
-def list_(server: BatchClient, options: argparse.Namespace) -> None:
-    """``sglang-batch keys list``: list the keys that were added."""
+def list_(server: BatchClient, options: argparse.Namespace) -> Shown:
     keys = server.call("GET", KEYS)["data"]
     header = ("id", "name", "role", "key", "created", "state", "limits")
     rows = [
@@ -41,19 +38,17 @@ def list_(server: BatchClient, options: argparse.Namespace) -> None:
         )
         for key in keys
     ]
-    _show(options, keys, header, rows, "no keys were added")
+    return _table(keys, header, rows, "no keys were added")
 
 
-def limit(server: BatchClient, options: argparse.Namespace) -> None:
-    """``sglang-batch keys limit``: change the limits of a client."""
+def limit(server: BatchClient, options: argparse.Namespace) -> Shown:
     limits = server.call(
         "POST", f"{LIMITS}/{quote(options.name, '')}", _limits(options)
     )
-    print(json.dumps(limits) if options.json else _limits_text(limits))
+    return Shown([limits], _limits_text(limits))
 
 
-def usage(server: BatchClient, options: argparse.Namespace) -> None:
-    """``sglang-batch keys usage``: show the usage of each key per day."""
+def usage(server: BatchClient, options: argparse.Namespace) -> Shown:
     days = server.call("GET", USAGE, days=options.days)["data"]
     header = ("day", "name", "batches", "lines", "calls", "input", "cached", "output")
     counts = (
@@ -64,20 +59,16 @@ def usage(server: BatchClient, options: argparse.Namespace) -> None:
         (day["day"], day["name"], *(f"{day[count]:,}" for count in counts))
         for day in days
     ]
-    _show(options, days, header, rows, "nothing was used")
+    return _table(days, header, rows, "nothing was used")
 
 
-def revoke(server: BatchClient, options: argparse.Namespace) -> None:
-    """``sglang-batch keys revoke``: revoke a key."""
+def revoke(server: BatchClient, options: argparse.Namespace) -> Shown:
     cancel = str(options.cancel_batches).lower()
     path = f"{KEYS}/{quote(options.key_id, '')}"
     revoked = server.call("DELETE", path, cancel_batches=cancel)
-    if options.json:
-        print(json.dumps(revoked))
-        return
     cancelled = len(revoked["cancelled_batches"])
     more = f", {cancelled} batches cancelled" if options.cancel_batches else ""
-    print(f"{options.key_id} revoked{more}")
+    return Shown([revoked], f"{options.key_id} revoked{more}")
 
 
 def _limits(options: argparse.Namespace) -> Answer:
@@ -104,15 +95,10 @@ def _limits_text(limits: Answer) -> str:
     return ", ".join(parts) or "no limits"
 
 
-def _show(
-    options: argparse.Namespace,
+def _table(
     objects: list[Answer],
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
     nothing: str,
-) -> None:
-    if options.json:
-        for each in objects:
-            print(json.dumps(each))
-    else:
-        print(aligned([header, *rows]) if rows else nothing)
+) -> Shown:
+    return Shown(objects, aligned([header, *rows]) if rows else nothing)

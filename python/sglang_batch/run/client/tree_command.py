@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .batch_client import BatchClient, aligned
+from .batch_client import BatchClient, Shown, aligned
 
 PATH = "/offline_batch/tree"
 
@@ -16,15 +15,14 @@ Answer = Mapping[str, Any]
 _HEADER = ("prefix", "tokens", "state", "running", "to come", "next use", "density")
 
 
-def tree(server: BatchClient, options: argparse.Namespace) -> None:
-    """``sglang-batch tree``."""
+def tree(server: BatchClient, options: argparse.Namespace) -> Shown:
     replicas = server.call("GET", PATH, limit=options.limit)["replicas"]
-    if options.json:
-        for replica in replicas:
-            for node in replica["nodes"]:
-                print(json.dumps({"replica": replica["replica"], **node}))
-    else:
-        print(tree_text(replicas))
+    nodes = [
+        {"replica": replica["replica"], **node}
+        for replica in replicas
+        for node in replica["nodes"]
+    ]
+    return Shown(nodes, tree_text(replicas))
 
 
 def tree_text(replicas: Sequence[Answer]) -> str:

@@ -162,7 +162,8 @@ def _api_error(request: Request, error: Exception) -> ApiError:
         message = f"Invalid value for '{param}': {first['msg']}."
         return ApiError(400, message, param=param)
     if isinstance(error, HTTPException):  # such as a form that cannot be parsed
-        return ApiError(error.status_code, str(error.detail), headers=error.headers)
+        headers = dict(error.headers or {})
+        return ApiError(error.status_code, str(error.detail), headers=headers)
     if isinstance(error, ClientDisconnect):  # nobody reads this answer
         return ApiError(400, "The client closed the call.")
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)

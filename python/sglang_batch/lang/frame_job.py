@@ -364,8 +364,9 @@ def _submit(
     results: Path,
 ) -> None:
     """Run a batch on a server."""
-    from ..run.client.batch_client import BatchBar, BatchClient
+    from ..run.client.batch_client import BatchClient
     from ..run.client.client_commands import download_all, until_ended
+    from ..run.progress import Display
 
     with contextlib.closing(BatchClient(server, api_key)) as client:
         template = inputs.template
@@ -380,8 +381,7 @@ def _submit(
         batch = client.start(
             local.path, "rows.jsonl", inputs.endpoint, completion_window="24h"
         )
-        with BatchBar() as bar:
-            batch = until_ended(client, batch, bar)
+        batch = until_ended(client, batch, Display(sys.stderr))
         if batch["status"] != COMPLETED:
             raise ServerError(
                 f"{batch['id']} is {batch['status']} at {client.url}: "

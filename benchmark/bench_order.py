@@ -500,7 +500,7 @@ def main() -> int:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="20,000 requests per blend, and a fifth of the documents",
+        help="10,000 requests per blend, and a fifth of the documents",
     )
     parser.add_argument(
         "--weight-reads", action="store_true", help="include the reading of weights"

@@ -82,8 +82,8 @@ def main() -> int:
 
 
 def trace_plan(options: argparse.Namespace) -> Figures:
-    num_requests = 40_000 if options.quick else 400_000
-    run = stages("blend", num_requests, 5, options.seed)
+    num_requests = 10_000 if options.quick else 400_000
+    run = stages("blend", num_requests, 2 if options.quick else 5, options.seed)
     grown = run["peak_bytes"] - run["base_bytes"]
     token_bytes = 4 * run["num_tokens"]
     size = f"{run['num_requests']:,} requests, {run['num_tokens'] / 1e6:.0f}M tokens"
@@ -109,7 +109,7 @@ def growing_plans(options: argparse.Namespace) -> Figures:
     """Groups of 10 that share 100 of 132 tokens, as in many small documents."""
     repeats = {50_000: 9, 500_000: 5, 5_000_000: 2}
     if options.quick:
-        repeats = {5_000: 5, 50_000: 3}
+        repeats = {5_000: 3, 20_000: 2}
     runs = {n: stages("groups", n, r, options.seed) for n, r in repeats.items()}
     figures = []
     for n, run in runs.items():
@@ -175,7 +175,7 @@ def stages(kind: str, num_requests: int, repeats: int, seed: int) -> dict[str, A
 def industry_groups(options: argparse.Namespace) -> Figures:
     job = industry(seed=options.seed)
     seconds = []
-    for _ in range(10):
+    for _ in range(2 if options.quick else 10):
         start = time.perf_counter()
         tree = tree_of(job)
         groups = prefix_groups(tree)
@@ -201,7 +201,7 @@ def industry_groups(options: argparse.Namespace) -> Figures:
 
 def simulated_traces(options: argparse.Namespace) -> tuple[Figures, Figures, Figures]:
     """Sharing, data-parallel split and simulator speed on BlendServe's traces."""
-    num_requests = 40_000 if options.quick else 400_000
+    num_requests = 10_000 if options.quick else 400_000
     traces = [1, 4] if options.quick else list(TRACES)
     found = {t: simulate_trace(t, num_requests, options.seed) for t in traces}
     sharing = [

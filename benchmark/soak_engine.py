@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,8 @@ class StockEngine:
 @contextmanager
 def stock_engine(model: Path) -> Iterator[StockEngine]:
     """SGLang without this package's flags, as long as the context."""
-    context = mp.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, str(model)))
-    process.start()
+    ours, theirs = mp.Pipe()
+    process = start_process(theirs, str(model))
     theirs.close()
     try:
         if not ours.poll(START_TIMEOUT_S):
@@ -73,7 +72,15 @@ def stock_engine(model: Path) -> Iterator[StockEngine]:
         process.join()
 
 
-def _serve(pipe: Connection, model: str) -> None:
+def start_process(pipe: Connection, model: str) -> BaseProcess:
+    """A process that runs :func:`serve`."""
+    process = mp.get_context("spawn").Process(target=serve, args=(pipe, model))
+    process.start()
+    return process
+
+
+def serve(pipe: Connection, model: str) -> None:
+    """Run an engine: answer each list of prompts with its seconds, until there is None."""
     os.setsid()  # a group of its own, which can be killed
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Warnings about missing accelerators.

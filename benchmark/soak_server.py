@@ -35,6 +35,12 @@ ENGINE_ARGUMENTS = {
 }
 
 
+def launch(arguments: list[str], **options: Any) -> subprocess.Popen[bytes]:
+    """``python -m sglang.launch_server``. Options are those of ``Popen``."""
+    command = [sys.executable, "-m", "sglang.launch_server", *arguments]
+    return subprocess.Popen(command, **options)
+
+
 class SoakServer:
     """A server of the demo model that keeps its batches in one directory.
 
@@ -47,8 +53,7 @@ class SoakServer:
     def __init__(self, model: Path, directory: Path, **config: Any) -> None:
         self.store = directory / "batches"
         self.log_path = directory / "server.log"
-        self._command = [
-            *(sys.executable, "-m", "sglang.launch_server"),
+        self._arguments = [
             *("--model-path", str(model), "--served-model-name", MODEL_NAME),
             *("--host", "127.0.0.1", *_options(ENGINE_ARGUMENTS)),
             *("--offline-batch", "--offline-batch-dir", str(self.store)),
@@ -70,8 +75,8 @@ class SoakServer:
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*self._command, "--port", str(port)],
+            self._process = launch(
+                [*self._arguments, "--port", str(port)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

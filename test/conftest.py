@@ -39,6 +39,11 @@ settings.load_profile("fixed")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+# Hundreds of processes import the same modules: compile each once, also where Python is
+# told to keep no compiled code.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # What engines measure is kept where no other run of the tests, and no user, finds it.
 if (
     "SGLANG_BATCH_TEST_DATA" not in os.environ

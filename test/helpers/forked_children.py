@@ -51,7 +51,11 @@ def run(name: str) -> None:
 
 
 def start_fork_server() -> None:
-    """Fork the server from this process. SGLang's children are then its forks."""
+    """Fork the server from this process. SGLang's children are then its forks.
+
+    They import the models of ``quick_models`` first, and all others only for another model.
+    """
+    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "quick_models")
     for name in ("scheduler", "detokenizer_manager"):
         importlib.import_module(f"sglang.srt.managers.{name}")
     start_new, set_method = util.spawnv_passfds, multiprocessing.set_start_method

@@ -168,10 +168,11 @@ def aborts(s: Stress) -> dict[str, Any]:
     Without further attempts, so that an abort is seen. :func:`random_rounds` has them.
     """
     found: dict[str, Any] = {}
+    ranks = len(s.run(s.manager.get_internal_state()))
     for seed, state in enumerate(STATES, 100):
         # One prefix for all, computed in chunks. The last one leaves room in its step,
         # where others would join. Answers are longer than estimated.
-        cases = _cases(seed, 24, 12, 90, shared=3 * CHUNK - 50)
+        cases = _cases(seed, 12 * ranks, 12, 90, shared=3 * CHUNK - 50)
         name = f"job_times0.1_abort_{state}"
         job = s.job(name, cases, "dfs", max_line_attempts=1)
         s.run(s.finish(job))
@@ -187,7 +188,7 @@ def aborts(s: Stress) -> dict[str, Any]:
     found["starved"] = s.check_some(job, set(job.rids))
     s.run(s.idle())
     # Stopped before all its lines were sent: they still want the prefix.
-    cases = _cases(11, 60, 30, 60, shared=100)
+    cases = _cases(11, 30, 30, 30, shared=100)
     job = s.job("stopped", cases, "dfs", max_inflight=10)
     s.run(_stop_and_open_again(s, job))
     found["stopped"] = len(job.answers)
@@ -232,7 +233,7 @@ def online(s: Stress) -> dict[str, Any]:
         "many": _cases(22, 20, 30, 10),
     }.items():
         for shape, batch in {
-            "decodes": _cases(23, 40, 20, 70),
+            "decodes": _cases(23, 24, 20, 70),
             "chunks": _cases(24, 12, 10 * CHUNK, 8),
         }.items():
             # Estimated too short, the batch takes every row.
@@ -305,8 +306,8 @@ async def _with_online(s: Stress, job: RunningJob, cases: list[Case]) -> list[An
 
 def between(s: Stress) -> Any:
     """The cache flushed, generation paused, requests of other kinds, while a job runs."""
-    cases = _cases(30, 40, 20, 120, shared=40)
-    for index in range(0, 40, 5):
+    cases = _cases(30, 16, 20, 120, shared=40)
+    for index in range(0, 16, 5):
         cases[index].more = {"return_logprob": True, "logprob_start_len": 0}
     job = s.job("paused_times0.1", cases, "dfs")
     found = s.run(_pauses(s, job))

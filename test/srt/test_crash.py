@@ -27,8 +27,8 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from sglang_batch.server.batch_run import NEVER
 
-NUM_LINES = 400
-# So few that a run takes ten seconds and more, in which it can be killed.
+NUM_LINES = 240
+# So few that a run takes five seconds and more, in which it can be killed.
 MAX_INFLIGHT = 4
 
 
@@ -134,7 +134,7 @@ def test_run_killed_continues_when_started_again(
             *("-i", str(source), str(rest), "-o", str(output)),
             *("--state", f"file://{tmp_path}/state"),
             *("--max-inflight", str(MAX_INFLIGHT)),
-            *("--offline-batch-config", '{"bucket_requests": 150}'),
+            *("--offline-batch-config", '{"bucket_requests": 90}'),
             *("--model-path", str(demo_model), *SERVER_ARGS),
         ]
 

@@ -37,7 +37,7 @@ def test_a_request_without_kv_for_its_next_token_leaves_its_job(found: Any) -> N
 
 
 def test_a_job_is_stopped_and_opened_again(found: Any) -> None:
-    assert 0 < found["aborts"]["stopped"] < 60
+    assert 0 < found["aborts"]["stopped"] < 30
 
 
 def test_everything_is_aborted(found: Any) -> None:

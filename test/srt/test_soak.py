@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "benchmark" / "soak_batch_service.py"
+import preloaded
+from forked_children import command
+
 # The other rows are what test/srt/contract runs, against a server of its own.
 ROWS = "memory,kill,validation,overhead,clients"
 
 
 def test_the_short_soak_meets_its_targets() -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--short", "--only", ROWS],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = preloaded.run(command("short_soak", "--short", "--only", ROWS))
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     report = json.loads(done.stdout.splitlines()[-1])
     assert set(report["figures"]) == set(ROWS.split(","))

@@ -1,0 +1,3 @@
+"""The class of the demo model."""
+
+from sglang.srt.models.llama import EntryClass as EntryClass

@@ -76,8 +76,6 @@ def documents(
             np.full(num_requests, UNKNOWN, np.int32),
         ),
         output_len.astype(np.int32),
-        np.zeros(num_requests, np.int16),
-        ("documents",),
         name,
     )
 

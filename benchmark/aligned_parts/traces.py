@@ -203,4 +203,4 @@ def requests_of(trace: str, count: int) -> Workload:
         np.full(count, 4096, np.int32),
         np.full(count, UNKNOWN, np.int32),
     )
-    return Workload(requests, output_len, np.zeros(count, np.int16), (trace,), trace)
+    return Workload(requests, output_len, trace)

@@ -21,23 +21,11 @@ from sglang_batch.planner.prefixes.bucket_splitters import (
 )
 
 NUM_BUCKETS = st.integers(1, 8)
-MAX_REPEATED = st.sampled_from([0.005, 0.3, 1.0])
 
 
-def split(
-    sample: list[Prompt],
-    num_buckets: int,
-    num_requests: int | None = None,
-    max_repeated: float = 0.005,
-) -> Splitters:
+def split(sample: list[Prompt], num_buckets: int) -> Splitters:
     requests = make_requests(sample)
-    return choose_splitters(
-        requests.tokens,
-        requests.offsets,
-        len(sample) if num_requests is None else num_requests,
-        num_buckets,
-        max_repeated=max_repeated,
-    )
+    return choose_splitters(requests.tokens, requests.offsets, num_buckets)
 
 
 def as_tuples(splitters: Splitters) -> list[Prompt]:
@@ -61,11 +49,11 @@ def common(a: Prompt, b: Prompt) -> int:
 
 
 @settings(deadline=None, max_examples=examples(300))
-@given(PROMPTS, PROMPTS, NUM_BUCKETS, MAX_REPEATED)
+@given(PROMPTS, PROMPTS, NUM_BUCKETS)
 def test_buckets_are_stretches_of_the_sorted_prompts(
-    sample: list[Prompt], others: list[Prompt], num_buckets: int, max_repeated: float
+    sample: list[Prompt], others: list[Prompt], num_buckets: int
 ) -> None:
-    splitters = split(sample, num_buckets, 100, max_repeated)
+    splitters = split(sample, num_buckets)
     bounds = as_tuples(splitters)
     assert all(left < right for left, right in pairwise(bounds))
     assert splitters.num_buckets == len(bounds) + 1
@@ -95,13 +83,13 @@ def test_every_bucket_has_requests_of_the_sample(
 @pytest.mark.parametrize("num_buckets", [1, 3, 10, 64])
 def test_buckets_have_their_share_of_requests(num_buckets: int) -> None:
     prompts = [(*range(50), i, i + 1) for i in range(1000)]
-    splitters = split(prompts, num_buckets, 1_000_000)
+    splitters = split(prompts, num_buckets)
     size = np.bincount(bucket_list(prompts, splitters))
     assert size.max() <= 1000 / num_buckets
     assert size.min() >= 1000 // num_buckets // 2
 
 
-def test_a_system_prompt_of_all_is_cut_and_a_long_family_is_not() -> None:
+def test_a_system_prompt_of_all_is_cut_and_a_family_is_not() -> None:
     rng = np.random.default_rng(0)
     system = tuple(range(300))
     families = [tuple(rng.integers(1000, 9000, 200).tolist()) for _ in range(100)]
@@ -110,36 +98,47 @@ def test_a_system_prompt_of_all_is_cut_and_a_long_family_is_not() -> None:
         for family in families
         for _ in range(20)
     ]
-    splitters = split(prompts, 16, 100 * len(prompts))
+    splitters = split(prompts, 16)
     assert 16 <= splitters.num_buckets <= 33
     assert set(splitters.common.tolist()) <= {300, 301}
     bucket = np.array(bucket_list(prompts, splitters)).reshape(100, 20)
     assert (bucket == bucket[:, :1]).all()
 
 
-@pytest.mark.slow
-def test_a_bucket_is_larger_than_its_share_for_a_family_that_must_not_be_cut() -> None:
-    # 600 of 1,000 requests share 9,000 tokens and have one of their own.
-    family = [(*range(9000), i) for i in range(600)]
+def test_a_family_that_is_larger_than_a_bucket_is_cut() -> None:
+    family = [(*range(900), i) for i in range(600)]
     others = [(10_000 + i,) for i in range(400)]
     splitters = split(family + others, 10)
     size = np.bincount(bucket_list(family + others, splitters))
-    assert size[0] == 600
-    assert size[1:].max() <= 100
-    # Where 90 of the sample stand for 900,000 requests, these are worth the prefix. The
-    # prefix itself is no work of theirs.
-    ten = split(family + others, 10, 10_000_000)
-    assert np.bincount(bucket_list(family, ten)).min() >= 90
-    # Where 9 of the sample stand for 900,000 requests, they are worth the prefix.
-    many = split(family + others, 10, 100_000_000)
-    assert np.bincount(bucket_list(family + others, many)).max() <= 100
+    assert size.min() >= 50 and size.max() <= 100
+
+
+def test_a_bucket_is_larger_for_equal_prompts() -> None:
+    prompts: list[Prompt] = [(1, i) for i in range(100)] + [(2,)] * 300
+    prompts += [(3, i) for i in range(100)]
+    size = np.bincount(bucket_list(prompts, split(prompts, 10)))
+    assert size.max() == 300 and np.sort(size)[-2] <= 50
+
+
+@pytest.mark.parametrize(
+    "sorted_lcp", [[0, 3, 1, 2, 3, 1, 3, 3], [0, 2, 2, 2, 2, 2, 2, 2]]
+)
+def test_a_bucket_ends_where_prompts_share_least(sorted_lcp: list[int]) -> None:
+    prompts: list[Prompt] = []
+    for number, shared in enumerate(sorted_lcp):
+        prompts.append(
+            (*(prompts[-1][:shared] if prompts else ()), number + 10, 0, 0, 0)
+        )
+    shares = split(prompts, 2).common.tolist()
+    # Of eight prompts, the first bucket ends after two to four.
+    assert shares[0] == min(sorted_lcp[2:5])
 
 
 @pytest.mark.parametrize("name", EDGE_PROMPTS)
 def test_edge_cases(name: str) -> None:
     prompts = EDGE_PROMPTS[name]
     for num_buckets in (1, 2, 50):
-        splitters = split(prompts, num_buckets, max_repeated=1.0)
+        splitters = split(prompts, num_buckets)
         bounds = as_tuples(splitters)
         expected = [bisect_right(bounds, prompt) for prompt in prompts]
         assert bucket_list(prompts, splitters) == expected
@@ -155,7 +154,7 @@ def test_as_many_buckets_as_distinct_prompts_at_most() -> None:
 def test_the_highest_token_is_a_splitter_as_any_other() -> None:
     high = 2**31 - 1
     prompts: list[Prompt] = [(high - 1,), (high,), (high, high), (0,)]
-    splitters = split(prompts, 4, 10_000)
+    splitters = split(prompts, 4)
     assert splitters.num_buckets == 4
     assert bucket_list(prompts, splitters) == [1, 2, 3, 0]
 
@@ -178,5 +177,3 @@ def test_all_of_a_small_job_are_in_the_sample(num_requests: int) -> None:
 def test_settings_that_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_buckets=0 must be 1 or more"):
         split([(1,)], 0)
-    with pytest.raises(ConfigError, match="max_repeated=2 must be 0 to 1"):
-        split([(1,)], 1, max_repeated=2)

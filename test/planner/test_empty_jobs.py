@@ -96,8 +96,6 @@ def test_a_forecast_of_nothing() -> None:
 def test_buckets_of_nothing(num_buckets: int) -> None:
     empty = requests_of([])
     assert not len(sample_numbers(0, num_buckets, 0))
-    splitters = choose_splitters(
-        empty.tokens, empty.offsets, 0, num_buckets, max_repeated=1.0
-    )
+    splitters = choose_splitters(empty.tokens, empty.offsets, num_buckets)
     assert splitters.num_buckets == 1
     assert not len(buckets_of(empty.tokens, empty.offsets, splitters))

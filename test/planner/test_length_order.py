@@ -136,7 +136,6 @@ def jobs(draw: st.DrawFn) -> tuple[list[Prompt], list[int], EngineLimits]:
         step_tokens=draw(st.sampled_from([64, 4096])),
         max_running=draw(st.sampled_from([None, 1, 4])),
         as_sglang=draw(st.booleans()),
-        max_waiting=draw(st.sampled_from([None, 1, 5])),
     )
     return prompts, output_len, limits
 
@@ -151,7 +150,7 @@ def test_every_request_ends_once(
     if dense:
         limits = EngineLimits(
             limits.kv_capacity_tokens, limits.step_tokens, max_running=limits.max_running,
-            max_waiting=limits.max_waiting, dense=True,
+            dense=True,
         )  # fmt: skip
     tree = tree_of(prompts)
     estimates = np.array(output_len, float)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.costs.tree_work import LeafWork, leaf_work
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
+from sglang_batch.planner.sharding import partition as partition_module
 from sglang_batch.planner.sharding.partition import (
     Partition,
     partition,
@@ -62,18 +64,10 @@ def split(
     speeds: ShardSpeeds | None = None,
     cost: CostModel = COST,
     granularity: int = 256,
-    max_lost_sharing: float = 0.005,
 ) -> Partition:
     tree, work = planned(prompts, output_len, cost)
-    return partition(
-        tree,
-        cost,
-        work,
-        num_shards,
-        speeds,
-        granularity=granularity,
-        max_lost_sharing=max_lost_sharing,
-    )
+    with patch.object(partition_module, "GRANULARITY", granularity):
+        return partition(tree, cost, work, num_shards, speeds)
 
 
 def outputs_of(num_prompts: int, seed: int) -> list[int]:
@@ -156,7 +150,7 @@ def test_requests_without_shared_prefixes_are_dealt_within_the_bound(
     prompts = [(i,) * p for i, (p, _) in enumerate(lengths)]
     output_len = [1 + d for _, d in lengths]
     tree, work = planned(prompts, output_len)
-    found = partition(tree, COST, work, num_shards, granularity=10_000)
+    found = split(prompts, output_len, num_shards, granularity=10_000)
 
     units = np.empty((2, len(prompts)))
     units[0, tree.order] = COST.compute_time_s(tree.input_len, 0) + work.decode_s
@@ -378,7 +372,8 @@ def test_the_slowest_engine_can_hand_nothing_to_another(
     speeds = data.draw(mixed_speeds(num_shards))
     prompts = [(i,) * p for i, (p, _) in enumerate(lengths)]
     tree, work = planned(prompts, [1 + d for _, d in lengths])
-    found = partition(tree, COST, work, num_shards, speeds, granularity=10_000)
+    output_len = [1 + d for _, d in lengths]
+    found = split(prompts, output_len, num_shards, speeds=speeds, granularity=10_000)
     units = np.empty((2, len(prompts)))
     units[0, tree.order] = COST.compute_time_s(tree.input_len, 0) + work.decode_s
     units[1, tree.order] = work.memory_s
@@ -481,17 +476,6 @@ def test_one_shard_is_the_whole_job() -> None:
     assert found.lost_tokens == 0
 
 
-@pytest.mark.parametrize(
-    ("settings_", "message"),
-    [
-        ({"num_shards": 0}, "num_shards=0"),
-        ({"num_shards": 2, "granularity": 0}, "granularity=0"),
-        ({"num_shards": 2, "max_lost_sharing": -0.1}, "max_lost_sharing=-0.1"),
-        ({"num_shards": 2, "max_lost_sharing": float("nan")}, "max_lost_sharing=nan"),
-    ],
-)
-def test_settings_out_of_range_are_refused(
-    settings_: dict[str, float], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        split([(1,)], [1], **settings_)  # type: ignore[arg-type]
+def test_no_shards_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_shards=0"):
+        split([(1,)], [1], 0)

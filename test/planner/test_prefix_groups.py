@@ -11,7 +11,6 @@ from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_batch.errors import InputError
 from sglang_batch.planner.prefixes.prefix_groups import (
     PrefixGroups,
     group_order,
@@ -165,11 +164,10 @@ def test_saving_is_between_the_first_level_and_the_best(
     assert saved <= int(tree.lcp.sum())
 
 
-def test_order_by_prefill_then_by_output() -> None:
+def test_order_by_output_per_prefill() -> None:
     # Prefills: 4 + 1 + 1, 3, and 2 tokens.
     tree = tree_of([[1, 1, 1, 1, 2], [3, 3, 3], [1, 1, 1, 1, 3], [9, 9]])
     groups = prefix_groups(tree)
-    assert group_order(tree, groups).tolist() == [3, 1, 0, 2]
     # R: 60 / 6, 6 / 3, 10 / 2.
     output_len = np.array([50.0, 6.0, 10.0, 10.0])
     assert group_order(tree, groups, output_len).tolist() == [0, 2, 3, 1]
@@ -177,13 +175,7 @@ def test_order_by_prefill_then_by_output() -> None:
 
 def test_equal_groups_go_by_first_leaf() -> None:
     tree = tree_of([[5], [3], [4]])
-    assert group_order(tree, prefix_groups(tree)).tolist() == [1, 2, 0]
-
-
-def test_estimates_of_another_job_are_refused() -> None:
-    tree = tree_of([[1], [2]])
-    with pytest.raises(InputError, match="3 values for 2 requests"):
-        group_order(tree, prefix_groups(tree), np.ones(3))
+    assert group_order(tree, prefix_groups(tree), np.ones(3)).tolist() == [1, 2, 0]
 
 
 @settings(deadline=None)
@@ -192,7 +184,8 @@ def test_order_keeps_groups_together_in_leaf_order(prompts: list[list[int]]) -> 
     tree = tree_of(prompts)
     groups = prefix_groups(tree)
     position = {int(request): i for i, request in enumerate(tree.order)}
-    leaves = [position[int(request)] for request in group_order(tree, groups)]
+    order = group_order(tree, groups, np.ones(len(prompts)))
+    leaves = [position[int(request)] for request in order]
     assert sorted(leaves) == list(range(len(prompts)))
     runs = [groups.group_of[leaf] for leaf in leaves]
     starts = [g for i, g in enumerate(runs) if i == 0 or runs[i - 1] != g]
@@ -208,4 +201,5 @@ def test_nothing_to_share(prompts: list[list[int]]) -> None:
     groups = prefix_groups(tree)
     assert token_saving(tree, groups) == 0.0
     assert groups.prefix_len.tolist() == [0] * len(prompts)
-    assert sorted(group_order(tree, groups).tolist()) == list(range(len(prompts)))
+    order = group_order(tree, groups, np.ones(len(prompts)))
+    assert sorted(order.tolist()) == list(range(len(prompts)))

@@ -11,12 +11,8 @@ from scheduling_jobs import MACHINE, arrive, plan_of
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import ConfigError
 from sglang_batch.job.job_planner import JobPlanner
-from sglang_batch.planner.kv_lengths.batch_state import GROUPS, TREE
-from sglang_batch.planner.machine_model import EngineLimits
-from sglang_batch.planner.ordering.order import LengthKeys, Order, OrderSettings
-from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
+from sglang_batch.planner.ordering.order import OrderSettings
 from sglang_batch.planner.requests import PlanRequests
-from sglang_batch.planner.simulator.simulator import simulate
 from sglang_batch.scheduling.job_plan import JobPlan
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.kv_accounting import KvAccounting
@@ -68,32 +64,6 @@ def test_a_scheduler_lets_one_join_that_waited_too_long(
             job.backlog.left(running.pop(0))
         job.backlog.tick()
     assert found == joins_at
-
-
-@pytest.mark.parametrize("rule", [TREE, GROUPS])
-def test_the_simulator_has_it_too(rule: int) -> None:
-    requests = requests_of(200)
-    tree = build_prefix_tree(requests.tokens, requests.offsets)
-    key = np.diff(requests.offsets).astype(np.int32)
-    none = np.full(201, -1, np.int32)
-    limits = EngineLimits(1000, step_tokens=1024, as_sglang=True, max_waiting=60)
-
-    def place(limit: int | None) -> int:
-        """Of the long request, of which the engine knows first."""
-        done = simulate(
-            tree,
-            MACHINE.cost,
-            limits,
-            order=Order(
-                np.roll(np.arange(201), 1), lengths=LengthKeys(rule, key, none, limit)
-            ),
-            output_len=requests.known_output_len,
-        )
-        return int(np.flatnonzero(done.admission_order == 200)[0])
-
-    places = [place(limit) for limit in (None, 20, 10)]
-    assert places[0] == 200
-    assert places[0] > places[1] > places[2] > 0
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "9", True])

@@ -116,9 +116,6 @@ def assert_well_formed(workload: Workload) -> None:
     assert (workload.output_len <= requests.max_new_tokens).all()
     known = requests.known_output_len
     assert ((known == UNKNOWN) | (known == workload.output_len)).all()
-    assert workload.source.dtype == np.int16
-    assert workload.source.min() >= 0
-    assert workload.source.max() < len(workload.source_names)
 
 
 def equal(a: Workload, b: Workload) -> bool:
@@ -128,8 +125,6 @@ def equal(a: Workload, b: Workload) -> bool:
         and np.array_equal(a.requests.max_new_tokens, b.requests.max_new_tokens)
         and np.array_equal(a.requests.known_output_len, b.requests.known_output_len)
         and np.array_equal(a.output_len, b.output_len)
-        and np.array_equal(a.source, b.source)
-        and a.source_names == b.source_names
     )
 
 
@@ -201,21 +196,22 @@ def test_requests_of_a_subject_share_its_prefix_only() -> None:
     assert int((tree.lcp < 5).sum()) == 4
 
 
-def test_counts_and_names_of_the_sources() -> None:
+def test_counts_and_limits_of_the_sources() -> None:
     workload = mix({MMLU: 30, OPENVID: 0, BURSTGPT: 70}, seed=2)
-    assert workload.source_names == ("MMLU", "OpenVid", "BurstGPT")
-    assert np.bincount(workload.source, minlength=3).tolist() == [30, 0, 70]
-    assert (workload.output_len[workload.source == 0] == 2).all()
+    limits = workload.requests.max_new_tokens
+    assert np.unique(limits, return_counts=True)[0].tolist() == [16, 4096]
+    assert np.unique(limits, return_counts=True)[1].tolist() == [30, 70]
+    assert (workload.output_len[limits == 16] == 2).all()
 
 
 def test_input_order_is_shuffled() -> None:
     shuffled = mix({MMLU: 300, BURSTGPT: 700}, seed=2)
-    assert 150 < shuffled.source[:500].tolist().count(1) < 450
+    assert 150 < (shuffled.requests.max_new_tokens[:500] == 4096).sum() < 450
 
 
 def test_video_lengths_are_known_beforehand_unless_hidden() -> None:
     workload = mix({OPENVID: 10, BURSTGPT: 10}, seed=2)
-    is_video = workload.source == 0
+    is_video = workload.requests.max_new_tokens != BURSTGPT.max_output_len
     known = workload.requests.known_output_len
     assert (known[is_video] == workload.output_len[is_video]).all()
     assert (known[~is_video] == UNKNOWN).all()
@@ -420,18 +416,16 @@ def test_combining_shuffles_all_requests_with_what_belongs_to_them() -> None:
     parts = [mix({MMLU: 40, OPENVID: 5}, 1), mix({BURSTGPT: 30, MMLU: 20}, 2)]
     joined = combine(parts, seed=3)
     assert_well_formed(joined)
-    assert joined.source_names == ("MMLU", "OpenVid", "BurstGPT")
 
-    def rows(workload: Workload) -> list[tuple[list[int], int, int, int, str]]:
+    def rows(workload: Workload) -> list[tuple[list[int], int, int, int]]:
         requests = workload.requests
         return [
-            (prompt, int(output), int(cap), int(known), workload.source_names[source])
-            for prompt, output, cap, known, source in zip(
+            (prompt, int(output), int(cap), int(known))
+            for prompt, output, cap, known in zip(
                 prompts(workload),
                 workload.output_len,
                 requests.max_new_tokens,
                 requests.known_output_len,
-                workload.source,
                 strict=True,
             )
         ]

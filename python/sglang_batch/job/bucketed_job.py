@@ -182,9 +182,6 @@ class _Members(Sequence[BatchRequestInput]):
 MAX_BYTES = 1 << 26
 # Of one prompt. Prompts that are equal up to there are in one bucket.
 PROMPT_BYTES = 1 << 18
-# Memory is what buckets are for. So a family is divided, where there is no better place, unless
-# its prefix is longer than all that its requests on one side have for themselves.
-MAX_REPEATED = 1.0
 
 
 class _Prompt(msgspec.Struct):
@@ -219,8 +216,7 @@ def deal_requests(requests: Requests, bucket_requests: int, seed: int) -> list[I
     """The numbers of the requests in each bucket, rising. They depend on nothing else.
 
     Args:
-        bucket_requests: most in a bucket, but where prompts are equal, or where cutting a family
-            does not pay.
+        bucket_requests: most in a bucket, about, but where prompts are equal.
     """
     num_buckets = -(-len(requests) // bucket_requests)
     splitters = _splitters(requests, num_buckets, seed)
@@ -246,9 +242,7 @@ def _splitters(requests: Requests, num_buckets: int, seed: int) -> Splitters:
         if size > MAX_BYTES:
             break
     sample = _arrays([texts[number] for number in sorted(texts)])
-    return choose_splitters(
-        *sample, len(requests), num_buckets, max_repeated=MAX_REPEATED
-    )
+    return choose_splitters(*sample, num_buckets)
 
 
 def _blocks(requests: Requests) -> Iterator[list[bytes]]:

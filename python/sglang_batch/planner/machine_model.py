@@ -129,8 +129,6 @@ class EngineLimits:
     second_pool: of a model with sliding windows or recurrent states, the pool that keeps
         them. With ``as_sglang`` and ``plan_aware_eviction``, prompts of models with states
         are cut where a state is kept. Other engines have states everywhere.
-    max_waiting: most requests that wait in the engine, from which batches of similar
-        length are formed. None for all of the job.
 
     Raises:
         ConfigError: a number is below 1.
@@ -148,7 +146,6 @@ class EngineLimits:
     prefetches: bool = False
     overlapped: bool = True
     second_pool: PoolShares = NO_POOL
-    max_waiting: int | None = None
 
     @property
     def keeps_states(self) -> bool:

@@ -6,9 +6,9 @@ import argparse
 import json
 import logging
 import shlex
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
@@ -386,7 +386,15 @@ def choose(
     ]
     parts = ModelParts.of(config)
     found = [
-        chooser.choose(box, parts, precisions, watched=_progress(box)) for box in boxes
+        chooser.choose(
+            box,
+            parts,
+            precisions,
+            watched=partial(
+                tqdm, desc=f"Simulating {box}", unit="way", dynamic_ncols=True
+            ),
+        )
+        for box in boxes
     ]
     if not any(each.simulated for each in found):
         raise ConfigError(
@@ -404,16 +412,3 @@ def choose(
     )
     print(report.as_json() if options.json else report.table())
     return ExitStatus.OK
-
-
-def _progress(box: Box) -> Callable[[Iterable[Outlook]], Iterable[Outlook]]:
-    def watched(outlooks: Iterable[Outlook]) -> Iterable[Outlook]:
-        return tqdm(
-            outlooks,
-            desc=f"Simulating {box}",
-            unit="way",
-            dynamic_ncols=True,
-            file=sys.stderr,
-        )
-
-    return watched

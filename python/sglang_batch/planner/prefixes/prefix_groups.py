@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...errors import InputError
 from ..compiled import jit
 from ..requests import Floats, Int32s, Int64s
 from .prefix_tree import PrefixTree
@@ -60,34 +59,22 @@ def token_saving(tree: PrefixTree, groups: PrefixGroups) -> float:
 
 
 def group_order(
-    tree: PrefixTree, groups: PrefixGroups, est_output_len: Floats | None = None
+    tree: PrefixTree, groups: PrefixGroups, est_output_len: Floats
 ) -> Int64s:
     """Requests in the order of their groups, int64 ``[n]`` (BatchLLM, section 4.3.2).
 
     Groups with much decoding per prefilled token are first:
-    ``R = sum(d) / (L_prefix + sum(L_distinct))``, Eq. 3 for a whole group. Without
-    ``est_output_len`` the numerator is 1, Eq. 4. Equal groups are in the order of their
-    first leaf, and the requests of a group in depth-first order.
+    ``R = sum(d) / (L_prefix + sum(L_distinct))``, Eq. 3 for a whole group. Equal groups are in the
+    order of their first leaf, and the requests of a group in depth-first order.
 
     Args:
         est_output_len: float64 ``[n]``, output tokens by request index.
-
-    Raises:
-        InputError: ``est_output_len`` is not one number for each request.
     """
     num_groups = len(groups.sizes)
     distinct = tree.input_len - groups.prefix_len[groups.group_of]
     prefill = groups.prefix_len + np.bincount(groups.group_of, distinct, num_groups)
-    if est_output_len is None:
-        decode = np.ones(num_groups)
-    elif len(est_output_len) == len(tree.order):
-        decode = np.zeros(num_groups)
-        np.add.at(decode, groups.group_of, est_output_len[tree.order])
-    else:
-        raise InputError(
-            f"est_output_len has {len(est_output_len)} values for "
-            f"{len(tree.order)} requests; give one for each."
-        )
+    decode = np.zeros(num_groups)
+    np.add.at(decode, groups.group_of, est_output_len[tree.order])
     # Prompts may be empty.
     ratio = decode / np.maximum(prefill, 1)
     place = np.empty(num_groups, np.int64)

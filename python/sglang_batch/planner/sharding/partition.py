@@ -28,8 +28,13 @@ from ..prefixes.prefix_tree import PrefixTree
 from ..requests import Bools, Floats, Int32s, Int64s
 from .speeds import ShardSpeeds, speeds_for
 
-# More sharing than allowed is lost only if the slowest shard takes longer than equal
-# shards without repeated tokens by more than this share, and gains more than this.
+# Units per shard (of the slowest engine), about. Larger subtrees are opened, and siblings gathered
+# up to that size. A request is never divided.
+GRANULARITY = 256
+# Share of the shared prompt tokens that may be lost. More is lost only if the slowest shard takes
+# longer than equal shards without repeated tokens by more than the tolerance, and gains more than
+# that.
+_MAX_LOST_SHARING = 0.005
 _TOLERANCE = 0.01
 
 # Most passes over all units to move them once dealt. Two or three suffice.
@@ -71,9 +76,6 @@ def partition(
     work: LeafWork,
     num_shards: int,
     speeds: ShardSpeeds | None = None,
-    *,
-    granularity: int = 256,
-    max_lost_sharing: float = 0.005,
 ) -> Partition:
     """Cut a job into shards that take the same time to compute and the same to read.
 
@@ -81,22 +83,13 @@ def partition(
         work: estimated work by leaf of ``tree``.
         speeds: of the shards' engines. Shards without an engine are empty. None: all
             engines are as fast.
-        granularity: approximate units per shard (of the slowest engine). Larger subtrees are
-            opened, and siblings gathered up to that size. A request is never divided.
-        max_lost_sharing: share of the shared prompt tokens that may be lost, 0 to 1.
-            More is lost only if the slowest shard would otherwise take over 1 % longer
-            than its fair share, and only if that makes it over 1 % faster.
 
     Raises:
-        ConfigError: a setting is out of range, there are not as many speeds as shards, or
-            no engine is there.
+        ConfigError: ``num_shards`` is below 1, there are not as many speeds as shards, or no
+            engine is there.
     """
     if num_shards < 1:
         raise ConfigError(f"num_shards={num_shards!r} must be 1 or more.")
-    if granularity < 1:
-        raise ConfigError(f"granularity={granularity!r} must be 1 or more.")
-    if not 0 <= max_lost_sharing <= 1:
-        raise ConfigError(f"max_lost_sharing={max_lost_sharing!r} must be 0 to 1.")
     speeds = speeds_for(speeds, num_shards)
     there = np.flatnonzero(speeds.there)
     if not len(there):
@@ -104,74 +97,52 @@ def partition(
             f"None of the {num_shards} engines is there to take the job; wait until one is."
         )
     slow = speeds.take(there).slowness()
-    found = _cut(
-        tree, cost, work, slow, _Settings(granularity, max_lost_sharing, _TOLERANCE)
-    )
-    found = there[found].astype(np.int32)
+    found = there[_cut(tree, cost, work, slow)].astype(np.int32)
     compute_s, memory_s, lost = _loads(tree, cost, work, found, num_shards)
     shard = np.empty_like(found)
     shard[tree.order] = found
     return Partition(shard, compute_s, memory_s, lost)
 
 
-class _Settings(NamedTuple):
-    """The arguments of :func:`partition`, and the tolerance of each cut."""
-
-    granularity: int
-    max_lost_sharing: float
-    tolerance: float
-
-
-def _cut(
-    tree: PrefixTree, cost: CostModel, work: LeafWork, slow: Floats, settings: _Settings
-) -> Int32s:
+def _cut(tree: PrefixTree, cost: CostModel, work: LeafWork, slow: Floats) -> Int32s:
     """The shard of each leaf, int32 ``[n]``, on engines as slow as ``slow``, float64 ``[2, k]``."""
     k = slow.shape[1]
     if k <= _MOST_AT_ONCE:
-        return _cut_at_once(tree, cost, work, slow, settings)
-    # The losses of several cuts add up.
+        return _cut_at_once(tree, cost, work, slow, 1)
     cuts = int(np.ceil(np.log(k) / np.log(_PARTS)))
-    each = _Settings(
-        settings.granularity,
-        settings.max_lost_sharing / cuts,
-        settings.tolerance / cuts,
-    )
     # Engines of a group should be good at the same work.
     alike = np.argsort(slow[0] / slow[1], kind="stable").astype(np.int32)
-    return alike[_cut_in_parts(tree, cost, work, slow[:, alike], each)]
+    return alike[_cut_in_parts(tree, cost, work, slow[:, alike], cuts)]
 
 
 def _cut_in_parts(
-    tree: PrefixTree, cost: CostModel, work: LeafWork, slow: Floats, settings: _Settings
+    tree: PrefixTree, cost: CostModel, work: LeafWork, slow: Floats, cuts: int
 ) -> Int32s:
-    """The same as :func:`_cut`: first for groups of shards, then within each group."""
+    """The same as :func:`_cut`: first for groups of shards, then within each group, ``cuts`` times
+    at most."""
     k = slow.shape[1]
     if k <= _PARTS:
-        return _cut_at_once(tree, cost, work, slow, settings)
+        return _cut_at_once(tree, cost, work, slow, cuts)
     begin = np.arange(_PARTS + 1) * k // _PARTS
     # A group is as fast as all its engines together.
     as_one = 1.0 / np.add.reduceat(1.0 / slow, begin[:-1], axis=1)
-    group = _cut_at_once(tree, cost, work, as_one, settings)
+    group = _cut_at_once(tree, cost, work, as_one, cuts)
     by_group = np.argsort(group, kind="stable")
     ends = np.cumsum(np.bincount(group, minlength=_PARTS))
     shard = np.empty_like(group)
     for number, leaves in enumerate(np.split(by_group, ends[:-1])):
         shards = slice(begin[number], begin[number + 1])
-        found = _cut_in_parts(
-            tree.restricted_to(leaves),
-            cost,
-            work.take(leaves),
-            slow[:, shards],
-            settings,
-        )
+        part, own = tree.restricted_to(leaves), work.take(leaves)
+        found = _cut_in_parts(part, cost, own, slow[:, shards], cuts)
         shard[leaves] = begin[number] + found
     return shard
 
 
 def _cut_at_once(
-    tree: PrefixTree, cost: CostModel, work: LeafWork, slow: Floats, settings: _Settings
+    tree: PrefixTree, cost: CostModel, work: LeafWork, slow: Floats, cuts: int
 ) -> Int32s:
-    """The same as :func:`_cut`, for all shards at once."""
+    """The same as :func:`_cut`, for all shards at once. The losses of several ``cuts`` add up."""
+    tolerance = _TOLERANCE / cuts
     k = slow.shape[1]
     if k == 1 or not tree.num_requests:
         return np.zeros(tree.num_requests, np.int32)
@@ -183,7 +154,7 @@ def _cut_at_once(
     )
     # A fair share, or a request that takes longer than that.
     least_s = max(float(whole_s) / width[0], _largest_s(tree, cost, shares, slow))
-    grain = 1.0 / float((slow.max(axis=1) * width * settings.granularity).max())
+    grain = 1.0 / float((slow.max(axis=1) * width * GRANULARITY).max())
     larger = np.maximum(shares.compute, shares.memory)[: tree.num_nodes]
     larger = _at_most_parents(tree.parent, larger)
     large = np.flatnonzero(larger > grain)
@@ -191,7 +162,8 @@ def _cut_at_once(
     # Every shard with a part of an opened node computes its prefix.
     price = tree.own_len.astype(np.int64) * (k - 1)
 
-    budget = settings.max_lost_sharing * (tree.num_tokens - tree.num_unique_tokens)
+    shared = tree.num_tokens - tree.num_unique_tokens
+    budget = _MAX_LOST_SHARING / cuts * shared
     best, best_s = np.zeros(0, np.int32), np.inf
     while True:
         opened = _open_nodes(candidates, tree.parent, price, budget)
@@ -200,9 +172,9 @@ def _cut_at_once(
         slowest_s = cost.step_time_s(
             loads.compute_s * slow[0], loads.memory_s * slow[1]
         ).max()
-        if not len(best) or slowest_s < (1 - settings.tolerance) * best_s:
+        if not len(best) or slowest_s < (1 - tolerance) * best_s:
             best, best_s = found, slowest_s
-        is_good = best_s <= (1 + settings.tolerance) * least_s
+        is_good = best_s <= (1 + tolerance) * least_s
         if is_good or budget >= price[candidates].sum():
             return best
         budget = max(2 * budget, tree.num_tokens / 1000)

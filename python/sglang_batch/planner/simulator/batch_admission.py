@@ -18,7 +18,6 @@ from ..kv_lengths.batch_state import (
     is_parked,
     join,
     leave,
-    num_waiting,
     propose,
     remove,
     wants_switch,
@@ -53,10 +52,10 @@ from .step_admission import compute, fits, overtakes
 def batch_prefill(sim: Sim, lengths: RowLengths) -> tuple[int, float]:
     """Fill the step with prompts."""
     state = sim.state[0]
-    if sim.queue.rule > 0:
-        _let_wait(sim, lengths)
-        if wants_switch(lengths.batches, lengths.law, _running_rows(sim)):
-            _switch(sim, lengths)
+    if sim.queue.rule > 0 and wants_switch(
+        lengths.batches, lengths.law, _running_rows(sim)
+    ):
+        _switch(sim, lengths)
     tokens = max(0, sim.engine.step_tokens - state.decoding)
     s = sim.sides[LEFT]
     done, attention = 0, 0.0
@@ -119,14 +118,10 @@ def take_notes(sim: Sim, lengths: RowLengths) -> None:
 
 
 @jit_in_place
-def _let_wait(sim: Sim, lengths: RowLengths) -> None:
-    """Have the engine know of as many of the next requests as may wait."""
-    state = sim.state[0]
-    room = sim.engine.max_waiting - num_waiting(lengths.batches)
-    while room > 0 and state.next_waiting < len(sim.queue.order):
-        _add(sim, lengths, sim.queue.order[state.next_waiting])
-        state.next_waiting += 1
-        room -= 1
+def add_all(sim: Sim, lengths: RowLengths) -> None:
+    """All requests of the job wait from now on."""
+    for i in sim.queue.order:
+        _add(sim, lengths, i)
 
 
 @jit_in_place

@@ -100,7 +100,6 @@ STATE = np.dtype(
             "heap_rows",  # entries of the heap of rows
             "num_notes",
             "cells_seen",  # ``changes`` when the rows of a dense engine were last sorted
-            "next_waiting",  # position of the first request that is not in the engine yet
             "pool_held",  # units of the second pool charged to running requests
             "cut",  # whether a prompt ends in this step where a state is kept
             "parked",  # rows that left in a switch of batches
@@ -220,7 +219,6 @@ class SimEngine(NamedTuple):
     row_share: float
     padded: bool
     dense: bool
-    max_waiting: int
     second: PoolShares
     table: Floats
     extras: StepExtras

@@ -297,7 +297,6 @@ def _engine(cost: CostModel, limits: EngineLimits) -> SimEngine:
         row_share=float(cost.row_share),
         padded=bool(cost.padded),
         dense=limits.dense,
-        max_waiting=limits.max_waiting or np.iinfo(np.int32).max,
         second=limits.second_pool,
         table=cost.step_table,
         extras=cost.extras,

@@ -12,7 +12,7 @@ from ..costs.cost_model import MIN_SPLIT_GAIN, matrix_seconds, mixing_loss_s, ov
 from ..kv_lengths.batch_state import tick
 from ..requests import Floats
 from . import prefix_cache as prefix
-from .batch_admission import batch_prefill, take_notes
+from .batch_admission import add_all, batch_prefill, take_notes
 from .engine_state import COMES_BACK, KV_MARGIN, RowLengths, Sim, in_pages, note
 from .prefix_cache import GARBAGE, IDLE, LOCKED
 from .request_stages import (
@@ -215,6 +215,8 @@ def run_steps(sim: Sim, lengths: RowLengths, samples: Floats) -> int:
     stride = 1
     target = 1.0
     counted = 0
+    if sim.queue.rule > 0:
+        add_all(sim, lengths)
     while state.done < len(sim.requests):
         if sim.queue.dual and (engine.as_sglang or state.step % _RETARGET_STEPS == 1):
             target = _remaining_density(sim)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...errors import ConfigError
 from ...planner.compiled import jit
@@ -31,21 +30,16 @@ from .sources import (
     random_tokens,
 )
 
-Int16s = NDArray[np.int16]
-
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """A job of ``n`` requests with their true output lengths.
 
     output_len: int32 ``[n]``, which only the engine finds out: no policy may use them.
-    source: int16 ``[n]``, the index of each request's source in ``source_names``.
     """
 
     requests: PlanRequests
     output_len: Int32s
-    source: Int16s
-    source_names: tuple[str, ...]
     name: str
 
     def __len__(self) -> int:
@@ -130,8 +124,7 @@ def industry(num_requests: int = 8000, seed: int = 0) -> Workload:
 
 
 def combine(workloads: Sequence[Workload], seed: int) -> Workload:
-    """All requests of several workloads, shuffled into one. Sources of the same name become
-    one, and prompts are not changed.
+    """All requests of several workloads, shuffled into one. Prompts are not changed.
 
     Raises:
         ConfigError: there are no workloads.
@@ -144,13 +137,10 @@ def combine(workloads: Sequence[Workload], seed: int) -> Workload:
     begin = np.empty(len(lengths), dtype=np.int64)
     begin[order] = offsets[:-1]
     tokens = np.empty(int(offsets[-1]), dtype=np.int32)
-    names = tuple(dict.fromkeys(n for each in workloads for n in each.source_names))
-    sources, first = [], 0
+    first = 0
     for each in workloads:
         place = begin[first : first + len(each)]
         _scatter(each.requests.tokens, each.requests.offsets, tokens, place)
-        index = np.array([names.index(n) for n in each.source_names], dtype=np.int16)
-        sources.append(index[each.source])
         first += len(each)
 
     def joined(parts: Iterable[Int32s]) -> Int32s:
@@ -165,8 +155,6 @@ def combine(workloads: Sequence[Workload], seed: int) -> Workload:
     return Workload(
         requests,
         joined(each.output_len for each in workloads),
-        np.concatenate(sources)[order],
-        names,
         "+".join(each.name for each in workloads),
     )
 
@@ -210,23 +198,19 @@ def assemble(
         keys[rows, 2] = np.arange(first_own, first_key)
         first += len(sample)
     output_len = np.concatenate([sample.output_len for sample in samples])
-    source = np.repeat(
-        np.arange(len(samples), dtype=np.int16), [len(sample) for sample in samples]
-    )
+    sizes = [len(sample) for sample in samples]
+    caps = np.repeat([each.source.max_output_len for each in samples], sizes)
+    fixed = np.repeat([known and each.source.fixed_output for each in samples], sizes)
     order = np.random.default_rng(seeds.spawn(1)[0]).permutation(num_requests)
     lengths, keys = lengths[order], keys[order]
-    output_len, source = output_len[order], source[order]
-    caps = np.array([each.source.max_output_len for each in samples], dtype=np.int32)
-    fixed = np.array([known and each.source.fixed_output for each in samples])
-    known_output_len = np.where(fixed[source], output_len, np.int32(UNKNOWN))
+    output_len, fixed = output_len[order], fixed[order]
     requests = PlanRequests(
         random_tokens(lengths.ravel(), keys.ravel(), seeds),
         offsets_of(lengths.sum(axis=1)),
-        np.where(fixed[source], output_len, caps[source]),
-        known_output_len,
+        np.where(fixed, output_len, caps[order].astype(np.int32)),
+        np.where(fixed, output_len, np.int32(UNKNOWN)),
     )
-    names = tuple(sample.source.name for sample in samples)
-    return Workload(requests, output_len, source, names, name)
+    return Workload(requests, output_len, name)
 
 
 @jit

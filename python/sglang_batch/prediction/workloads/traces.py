@@ -48,7 +48,7 @@ def read_trace(
     """The requests of a trace in the order of the file, with unknown output lengths.
 
     Lengths of 0 become 1. ``max_new_tokens`` is the smallest power of two that no output of the
-    trace exceeds, at least 4,096. The workload and its only source have the name of the file
+    trace exceeds, at least 4,096. The workload has the name of the file
     without suffix, on which token ids depend, and on ``seed``.
 
     Args:
@@ -84,13 +84,7 @@ def read_trace(
         np.full(len(rows), cap, dtype=np.int32),
         np.full(len(rows), UNKNOWN, dtype=np.int32),
     )
-    return Workload(
-        requests,
-        output_len.astype(np.int32),
-        np.zeros(len(rows), dtype=np.int16),
-        (path.stem,),
-        path.stem,
-    )
+    return Workload(requests, output_len.astype(np.int32), path.stem)
 
 
 def _rows(lines: Iterable[str], path: Path) -> Iterator[Row]:

@@ -20,8 +20,7 @@ from sglang_batch.planner.output_lengths.estimates import (
 from sglang_batch.planner.output_lengths.sample import choose_sample
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.planner.requests import Int32s, Int64s, PlanRequests
-from sglang_batch.planner.sharding.partition import partition
-from sglang_batch.planner.sharding.shard import shard_jobs
+from sglang_batch.planner.sharding.partition import partition, shard_jobs
 from sglang_batch.planner.simulator.simulator import Simulation, simulate
 from sglang_batch.prediction.synthetic_jobs import TRACES
 from sglang_batch.prediction.workloads.mix import Workload, blend

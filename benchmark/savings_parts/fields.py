@@ -23,14 +23,13 @@ from sglang_batch.inputs.field_sample import FieldSample
 from sglang_batch.inputs.job_input import JobInput, input_sources
 from sglang_batch.inputs.staging import Staging
 from sglang_batch.inputs.template import Template
-from sglang_batch.planner.fields import value_splits
 from sglang_batch.planner.fields.field_orders import field_orders
 from sglang_batch.planner.fields.field_table import (
     FieldTable,
     prefix_weight,
     text_table,
 )
-from sglang_batch.planner.fields.value_splits import best_costs
+from sglang_batch.planner.fields.value_splits import MOST_OPTIMAL_ROWS, best_costs
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 
 from .field_tables import Rows, tables
@@ -171,22 +170,10 @@ def random_table(
 def _small_tables() -> list[Figure]:
     """What the orders found cost, over the least that any orders cost."""
     figures = []
-    for rows, exact, merged, note, target in (
-        (
-            8,
-            value_splits.MOST_OPTIMAL_ROWS,
-            value_splits.MOST_MERGED_ROWS,
-            "up to 8 rows",
-            0.02,
-        ),
-        (
-            12,
-            value_splits.MOST_OPTIMAL_ROWS,
-            value_splits.MOST_MERGED_ROWS,
-            "12 rows",
-            0.02,
-        ),
-        (12, 1, 1, "12 rows, split as larger groups are", None),
+    for rows, exact, note, target in (
+        (8, MOST_OPTIMAL_ROWS, "up to 8 rows", 0.02),
+        (12, MOST_OPTIMAL_ROWS, "12 rows", 0.02),
+        (12, 1, "12 rows, split as larger groups are", None),
     ):
         rng = np.random.default_rng(SEED)
         over, greedy = [], []
@@ -196,7 +183,7 @@ def _small_tables() -> list[Figure]:
                 rng, num, int(rng.integers(2, 7)), [*range(1, num + 1)]
             )
             least = int(best_costs(table.edges.edge, table.edges.lens)[0][-1])
-            found = field_orders(table, exact_rows=exact, merged_rows=merged)
+            found = field_orders(table, exact_rows=exact)
             over.append(found.weight / least - 1)
             greedy.append(prefix_weight(table, greedy_orders(table)) / least - 1)
         figures.append(

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sglang_batch.planner.fields import field_orders as orders_module
-from sglang_batch.planner.fields import value_splits
 from sglang_batch.planner.fields.field_orders import OrderTree, field_orders
 from sglang_batch.planner.fields.field_table import (
     FieldTable,
@@ -17,7 +15,7 @@ from sglang_batch.planner.fields.field_table import (
     prefix_weight,
     text_table,
 )
-from sglang_batch.planner.fields.value_splits import best_costs
+from sglang_batch.planner.fields.value_splits import MOST_OPTIMAL_ROWS, best_costs
 
 
 def random_table(
@@ -96,21 +94,19 @@ def weighed(table: FieldTable, orders: tuple[tuple[int, ...], ...]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("rows", "exact_rows", "merged_rows", "most"),
+    ("rows", "exact_rows", "most"),
     [
-        (8, value_splits.MOST_OPTIMAL_ROWS, value_splits.MOST_MERGED_ROWS, 1.0),
-        (12, value_splits.MOST_OPTIMAL_ROWS, value_splits.MOST_MERGED_ROWS, 1.005),
-        (12, 1, 1, 1.02),  # what splits larger groups
+        (8, MOST_OPTIMAL_ROWS, 1.0),
+        (12, MOST_OPTIMAL_ROWS, 1.005),
+        (12, 1, 1.02),  # what splits larger groups
     ],
 )
-def test_weight_is_near_the_least(
-    rows: int, exact_rows: int, merged_rows: int, most: float
-) -> None:
+def test_weight_is_near_the_least(rows: int, exact_rows: int, most: float) -> None:
     rng = np.random.default_rng(0)
     ratios = []
     for _ in range(200):
         table = random_table(rng, rows, int(rng.integers(2, 7)))
-        found = field_orders(table, exact_rows=exact_rows, merged_rows=merged_rows)
+        found = field_orders(table, exact_rows=exact_rows)
         least = int(best_costs(table.edges.edge, table.edges.lens)[0][-1])
         assert least <= found.weight <= found.own_weight
         ratios.append(found.weight / least)
@@ -154,20 +150,6 @@ def test_a_head_stays_first() -> None:
     head = field_orders(table, head=True)
     assert (head.orders[:, 0] == 0).all()
     assert field_orders(table).weight <= head.weight <= head.own_weight
-
-
-def test_all_rows_have_orders_where_little_is_tried(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Rows of each head share values of the last field alone."""
-    heads = np.arange(4000) // 4
-    values = np.stack([heads, np.arange(4000), heads], 1).astype(np.int32)
-    lens = [np.full(each.max() + 1, 10, np.int32) for each in values.T]
-    monkeypatch.setattr(orders_module, "_TRIED", 0)
-    found = field_orders(FieldTable(values, lens), head=True)
-    assert (found.orders == [0, 2, 1]).all()
-    whole = field_orders(FieldTable(values, lens))
-    assert whole.weight == found.weight
 
 
 def test_own_order_stays_where_it_is_best() -> None:

@@ -23,9 +23,9 @@ from sglang_batch.planner.sharding import partition as partition_module
 from sglang_batch.planner.sharding.partition import (
     Partition,
     partition,
+    shard_jobs,
     shared_within_shards,
 )
-from sglang_batch.planner.sharding.shard import shard_jobs
 from sglang_batch.planner.sharding.speeds import ShardSpeeds
 
 Prompt = tuple[int, ...]

@@ -71,18 +71,18 @@ class Cache:
 def test_a_prefix_is_locked_while_any_request_uses_it() -> None:
     cache = Cache(PROMPTS, LRU)
     assert cache.cached(0) == 0
-    assert prefix_cache.newly_locked(cache.cache, cache.node(0)) == 3
+    assert prefix_cache.newly_locked(cache.cache, cache.node(0)) == (3, 1)
     cache.lock(0)
     cache.lock(1)
     assert cache.totals == [3, 0, 0]
     assert (cache.cached(0), cache.cached(2)) == (3, 0)
-    assert prefix_cache.newly_locked(cache.cache, cache.node(1)) == 0
+    assert prefix_cache.newly_locked(cache.cache, cache.node(1)) == (0, 0)
     cache.unlock(0)
     assert cache.totals == [3, 0, 0]
     assert cache.evict(10) == 0
     cache.unlock(1)
     assert cache.totals == [0, 3, 0]
-    assert prefix_cache.newly_locked(cache.cache, cache.node(1)) == 3
+    assert prefix_cache.newly_locked(cache.cache, cache.node(1)) == (3, 1)
     assert cache.evict(1) == 3
     assert (cache.totals, cache.cached(1)) == ([0, 0, 0], 0)
 

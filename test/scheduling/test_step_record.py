@@ -33,7 +33,7 @@ def write(path: Path, *records: StepRecord) -> Path:
     log = StepLog(path)
     for each in records:
         log.append(each)
-    log.close()
+    log.flush()
     return path
 
 
@@ -62,7 +62,7 @@ def test_what_is_written_is_read(
     log = StepLog(path, flush_every)
     for each in written:
         log.append(each)
-    log.close()
+    log.flush()
     if not written:
         assert not path.exists()
         return
@@ -85,9 +85,8 @@ def test_records_reach_the_file_every_so_many_and_when_flushed(tmp_path: Path) -
     assert read_steps(path)["step"].tolist() == [1, 2, 3]
     log.flush()
     assert read_steps(path)["step"].tolist() == [1, 2, 3, 4]
-    log.close()
     log.append(record(5))
-    log.close()
+    log.flush()
     assert read_steps(path)["step"].tolist() == [1, 2, 3, 4, 5]
 
 
@@ -145,7 +144,7 @@ def test_a_file_that_cannot_be_written_is_given_up_with_one_warning(
     with caplog.at_level(logging.WARNING):
         for step in range(9):
             log.append(record(step))
-        log.close()
+        log.flush()
     assert len(caplog.records) == 1
     assert "No more steps are logged to" in caplog.text
 

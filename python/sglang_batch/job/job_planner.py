@@ -27,7 +27,7 @@ from ..planner.output_lengths.sample import choose_sample
 from ..planner.plan import GUESSED_SCALES, Plan, best, orders_for
 from ..planner.prefixes.prefix_tree import build_prefix_tree
 from ..planner.requests import UNKNOWN, Bools, Int32s, Int64s, PlanRequests
-from ..planner.sharding.shard import ShardJob
+from ..planner.sharding.partition import ShardJob
 from ..planner.sharding.speeds import ShardSpeeds
 from ..planner.simulator.simulator import Simulation, simulate
 from .job_shards import JobProgress, JobShards, ShardPlan

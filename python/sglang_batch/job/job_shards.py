@@ -18,9 +18,8 @@ from ..planner.output_lengths.estimates import OutputEstimates
 from ..planner.plan import Plan
 from ..planner.prefixes.prefix_tree import PrefixTree
 from ..planner.requests import Bools, Floats, Int32s, Int64s, PlanRequests
-from ..planner.sharding.partition import partition
+from ..planner.sharding.partition import ShardJob, partition, shard_jobs
 from ..planner.sharding.rebalance import LeafState, rebalance
-from ..planner.sharding.shard import ShardJob, shard_jobs
 from ..planner.sharding.speeds import ShardSpeeds, speeds_for
 from ..scheduling.job_plan import JobPlan, job_plan
 

@@ -13,6 +13,7 @@ import warnings
 from array import array
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -165,14 +166,11 @@ class StepLog:
             self._write("\n".join(self._lines) + "\n")
         except (OSError, ValueError) as error:
             self._given_up = True
-            self._close_file()
+            if self._fd is not None:
+                with suppress(OSError):
+                    os.close(self._fd)
             logger.warning("No more steps are logged to %s: %s", self.path, error)
         self._lines.clear()
-
-    def close(self) -> None:
-        """Write all records. A record appended later opens the file again."""
-        self.flush()
-        self._close_file()
 
     def _open(self) -> None:
         # O_NONBLOCK: opening a pipe that nobody reads must fail, not wait.
@@ -200,15 +198,6 @@ class StepLog:
             os.ftruncate(self._fd, self._end)
             raise OSError(f"wrote {written} of {len(data)} bytes; is the disk full?")
         self._end += len(data)
-
-    def _close_file(self) -> None:
-        fd, self._fd = self._fd, None
-        if fd is None:
-            return
-        try:
-            os.close(fd)
-        except OSError as error:
-            logger.warning("Closing %s: %s", self.path, error)
 
 
 def read_steps(path: Path) -> Steps:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from ..compiled import jit
-from ..requests import Bools, Int32s, Int64s
-from . import value_splits
+from ..requests import Bools, Int32s
 from .field_table import (
     Edges,
     FieldTable,
@@ -22,17 +19,13 @@ from .field_table import (
 )
 from .value_splits import (
     BY_FIELD,
+    MOST_OPTIMAL_ROWS,
     WAYS,
     Scratch,
     best_groups,
-    merged_groups,
     scratch,
     value_groups,
 )
-
-# How many times all values of a table may be looked at by a way, and the fewest rows for
-# which ways are tried by themselves.
-_TRIED, _FEW = 20, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +48,7 @@ def field_orders(
     *,
     head: bool = False,
     to_follow: bool = False,
-    exact_rows: int = value_splits.MOST_OPTIMAL_ROWS,
-    merged_rows: int = value_splits.MOST_MERGED_ROWS,
+    exact_rows: int = MOST_OPTIMAL_ROWS,
 ) -> FieldOrders:
     """Find the order of the fields of each row for which the prefix tree is lightest.
 
@@ -69,154 +61,48 @@ def field_orders(
         head: the first field stays first in all rows: it is the text before the fields.
         to_follow: the rows are a sample, whose orders others follow (:class:`OrderTree`). All
             rows of a group are then split by one field where that is good.
-        exact_rows, merged_rows: groups of up to so many rows are split in the best way, and are
-            also split bottom up.
+        exact_rows: groups of up to so many rows are split in the best way.
     """
     own = own_orders(table)
     own_weight = prefix_weight(table, own)
     if table.num_rows < 2 or table.num_fields < 2:
         return FieldOrders(own, own_weight, own_weight)
     kinds, kind = table.distinct_rows()
-    ways = (BY_FIELD,) if to_follow else WAYS
-    search = _Search(table, kinds, ways, exact_rows, merged_rows)
-    every = np.arange(len(kinds), dtype=np.int32)
+    edge = np.ascontiguousarray(table.edges.edge[kinds])
+    edges = table.edges._replace(edge=edge)
+    work = scratch(len(kinds), edges.lens)
+    parts, depth = [np.arange(len(kinds), dtype=np.int32)], 0
     if head:
-        by_head = np.argsort(search.edge[:, 0], kind="stable").astype(np.int32)
-        cuts = np.flatnonzero(np.diff(search.edge[by_head, 0])) + 1
-        search.improve([(part, 1) for part in np.split(by_head, cuts)])
-    else:
-        search.improve([(every, 0)])
-    orders = search.orders[kind]
+        by_head = np.argsort(edge[:, 0], kind="stable").astype(np.int32)
+        cuts = np.flatnonzero(np.diff(edge[by_head, 0])) + 1
+        parts, depth = np.split(by_head, cuts), 1
+    orders = own[kinds]
+    for rows in parts:
+        most, found = -1, orders[rows]
+        for way in (BY_FIELD,) if to_follow else WAYS:
+            saved = order_rows(edges, work, rows.copy(), depth, way, exact_rows, orders)
+            if saved > most:
+                most, found = saved, orders[rows]
+        orders[rows] = found
+    orders = orders[kind]
     weight = prefix_weight(table, orders)
     if weight >= own_weight:
         return FieldOrders(own, own_weight, own_weight)
     return FieldOrders(orders, weight, own_weight)
 
 
-class _Search:
-    """Tries the ways to choose groups, for the whole tree and then for its parts. Trials
-    are limited by the values that are looked at, so the result is the same on any
-    machine."""
-
-    def __init__(
-        self,
-        table: FieldTable,
-        kinds: Int64s,
-        ways: Sequence[int],
-        exact_rows: int,
-        merged_rows: int,
-    ) -> None:
-        edges = table.edges
-        self.edge = np.ascontiguousarray(edges.edge[kinds])
-        self.orders = np.zeros(self.edge.shape, np.int16)
-        self.orders[:] = np.arange(table.num_fields)
-        self._ways = ways
-        self._limits = exact_rows, merged_rows
-        self._edges = edges._replace(edge=self.edge)
-        self._work = scratch(len(kinds), edges.lens)
-
-    def improve(self, parts: list[tuple[Int32s, int]]) -> None:
-        """Order parts of the rows: the rows of each, and the number of first fields that
-        they list."""
-        left = _TRIED * self.edge.size
-        # The largest first: an order for many rows is worth most.
-        waiting = [
-            (-len(rows), number, depth, rows)
-            for number, (rows, depth) in enumerate(parts)
-            if len(rows) > 1
-        ]
-        heapq.heapify(waiting)
-        number = len(parts)
-        while waiting:
-            size, nth, depth, rows = heapq.heappop(waiting)
-            if left <= 0 and nth >= len(parts):
-                continue  # it has an order, by the way of the rows around it
-            ways = self._ways if left > 0 else self._ways[:1]
-            best = self._best_way(rows, depth, ways)
-            if len(ways) == 1:
-                continue
-            left += len(ways) * size * (self.edge.shape[1] - depth)
-            for part, below in self._split(rows, depth, best):
-                if len(part) >= _FEW and len(part) < len(rows):
-                    heapq.heappush(waiting, (-len(part), number, below, part))
-                    number += 1
-
-    def _best_way(self, rows: Int32s, depth: int, ways: Sequence[int]) -> int:
-        """Order rows in the way that saves most, and return it."""
-        most, best, found = -1, 0, self.orders[rows]
-        for way in ways:
-            saved = self._order(rows, depth, way)
-            if saved > most:
-                most, best, found = saved, way, self.orders[rows]
-        self.orders[rows] = found
-        return best
-
-    def _order(self, rows: Int32s, depth: int, way: int) -> int:
-        splitting = Splitting(way, *self._limits)
-        return order_rows(
-            self._edges, self._work, rows.copy(), depth, splitting, self.orders
-        )
-
-    def _split(self, rows: Int32s, depth: int, way: int) -> list[tuple[Int32s, int]]:
-        """The parts into which a way splits rows first, and the fields that they list."""
-        depth, group = first_groups(
-            self._edges, self._work, rows, depth, Splitting(way, *self._limits), self.orders
-        )  # fmt: skip
-        if not len(group):
-            return []
-        order = np.argsort(group, kind="stable")
-        cuts = np.flatnonzero(np.diff(group[order])) + 1
-        return [(rows[part], depth) for part in np.split(order, cuts)]
-
-
-class Splitting(NamedTuple):
-    """How groups of rows are split.
-
-    way: one of ``WAYS``.
-    exact_rows, merged_rows: as of :func:`field_orders`.
-    """
-
-    way: int
-    exact_rows: int
-    merged_rows: int
-
-
-@jit
-def first_groups(
-    edges: Edges,
-    work: Scratch,
-    rows: Int32s,
-    depth: int,
-    splitting: Splitting,
-    orders: Int16s,
-) -> tuple[int, Int32s]:
-    """How to split rows that list the same ``depth`` fields: the fields that they list with
-    those in which they agree, and the group of each row, -1 for none. No groups if they
-    agree in no other."""
-    used = np.zeros(edges.edge.shape[1], np.bool_)
-    for k in range(depth):
-        used[orders[rows[0], k]] = True
-    depth = _list_common(edges.edge, rows, depth, used, orders)
-    active = _repeating(edges.edge, rows, used, work)
-    if len(active) == 0:
-        return depth, np.zeros(0, np.int32)
-    return depth, _groups(edges, rows, active, splitting, work)
-
-
 @jit
 def order_rows(
-    edges: Edges,
-    work: Scratch,
-    rows: Int32s,
-    depth: int,
-    splitting: Splitting,
+    edges: Edges, work: Scratch, rows: Int32s, depth: int, way: int, exact_rows: int,
     orders: Int16s,
-) -> int:
+) -> int:  # fmt: skip
     """Order the fields of rows that list the same ``depth`` fields, from there on down. Returns the
     length that their tree saves over listing everything for each row.
 
     Args:
         rows: int32, sorted by this.
+        way: one of ``WAYS``.
+        exact_rows: as of :func:`field_orders`.
         orders: int16 ``[rows, fields]``, filled for these rows.
     """
     saved = 0
@@ -225,22 +111,18 @@ def order_rows(
     waiting = [(0, len(rows), depth)]
     while waiting:
         start, end, before = waiting.pop()
-        depth, group = first_groups(
-            edges, work, rows[start:end], before, splitting, orders
-        )
+        part = rows[start:end]
+        used[:] = False
+        for k in range(before):
+            used[orders[part[0], k]] = True
+        depth = _list_common(edge, part, before, used, orders)
         for k in range(before, depth):
-            shared = edges.lens[edge[rows[start], orders[rows[start], k]]]
-            saved += (end - start - 1) * shared
-        groups = -1
-        for g in group:
-            groups = max(groups, g)
-        groups += 1
+            saved += (end - start - 1) * edges.lens[edge[part[0], orders[part[0], k]]]
+        active = _repeating(edge, part, used, work)
+        group = _groups(edges, part, active, way, exact_rows, work)
+        groups = group.max() + 1
         if groups == 0:
-            used[:] = False
-            for k in range(depth):
-                used[orders[rows[start], k]] = True
-            field = _alike(edges, rows[start:end], used)
-            _list_rest(rows[start:end], depth, used, field, orders)
+            _list_rest(part, depth, used, _alike(edges, part, used), orders)
             continue
         # The rows of each group together, and at the end those in none.
         for i in range(len(group)):
@@ -301,43 +183,32 @@ def _repeating(edge: Int32s, rows: Int32s, used: Bools, work: Scratch) -> Int32s
 
 @jit
 def _groups(
-    edges: Edges, rows: Int32s, active: Int32s, splitting: Splitting, work: Scratch
+    edges: Edges, rows: Int32s, active: Int32s, way: int, exact_rows: int, work: Scratch
 ) -> Int32s:
     """How to split rows: the group of each from 0, int32 ``[n]``; -1 for none."""
-    edge, lens = edges.edge, edges.lens
     n, m = len(rows), len(active)
-    if n <= splitting.merged_rows:
-        few = np.empty((n, m), np.int32)
-        for i in range(n):
-            for k in range(m):
-                few[i, k] = edge[rows[i], active[k]]
-        if n <= splitting.exact_rows:
-            return best_groups(few, lens)
-        by_merging, merged = merged_groups(few, lens)
-    else:
-        by_merging, merged = 0, np.zeros(0, np.int32)
+    if m == 0:
+        return np.full(n, -1, np.int32)
     columns = np.empty((m, n), np.int32)
     for k in range(m):
         for i in range(n):
-            columns[k, i] = edge[rows[i], active[k]]
-    by_value, grouped = value_groups(columns, splitting.way, work)
-    return merged if by_merging > by_value else grouped
+            columns[k, i] = edges.edge[rows[i], active[k]]
+    if n <= exact_rows:
+        return best_groups(columns.T.copy(), edges.lens)
+    return value_groups(columns, way, work)[1]
 
 
 @jit
 def _alike(edges: Edges, rows: Int32s, used: Bools) -> int:
     """The field whose texts begin most alike in rows that agree in none. -1: none left."""
     most, found = -1, -1
-    common, blocks = edges.common, edges.blocks
     for c in range(edges.edge.shape[1]):
         if used[c]:
             continue
         listed = np.sort(edges.edge[rows, c])
         total = 0
         for i in range(1, len(listed)):
-            total += common_len(
-                common, blocks, edges.floors[c], listed[i - 1], listed[i]
-            )
+            total += common_len(edges, listed[i - 1], listed[i])
         if total > most:
             most, found = total, c
     return found

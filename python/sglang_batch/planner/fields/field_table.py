@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +17,7 @@ from ..compiled import jit
 from ..requests import Int32s, Int64s
 
 Bools = NDArray[np.bool_]
-# Values of a field among which the least common length is kept.
-_BLOCK = 64
+Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -29,8 +27,8 @@ class FieldTable:
     values: int32 ``[rows, fields]``, from 0 in the order of the field's texts.
     lens: for each field, int32 ``[values]``: length of the value's text with its label,
         in tokens or bytes, at least 1.
-    common: for each field, int32 ``[values]``: length that the text of a value has in
-        common with that of the value before it. None: texts that differ share nothing.
+    texts: the texts of all values one after the other, uint8, each a byte shorter than its
+        length. None: texts that differ share nothing.
 
     Raises:
         ValueError: shapes do not fit together, or a length is below 1.
@@ -38,7 +36,7 @@ class FieldTable:
 
     values: Int32s
     lens: Sequence[Int32s]
-    common: Sequence[Int32s] | None = None
+    texts: Bytes | None = None
 
     def __post_init__(self) -> None:
         rows, fields = self.values.shape
@@ -74,18 +72,12 @@ class FieldTable:
         starts = np.cumsum(counts).astype(np.int32)
         none = np.zeros(0, np.int32)
         lens = np.concatenate([none, *self.lens]).astype(np.int32)
-        common = np.zeros(len(lens), np.int32)
-        if self.common is not None:
-            common = np.concatenate([none, *self.common]).astype(np.int32)
-        common[starts[:-1][counts[1:] > 0]] = 0  # a field's first value follows none
         edge = np.ascontiguousarray(self.values + starts[:-1], np.int32)
-        padded = np.zeros(-len(common) % _BLOCK, np.int32)
-        blocks = np.concatenate([common, padded]).reshape(-1, _BLOCK).min(axis=1)
-        floors = np.zeros(self.num_fields, np.int32)
-        for field, (start, end) in enumerate(pairwise(starts.tolist())):
-            if end - start > 1:
-                floors[field] = common[start + 1 : end].min()
-        return Edges(edge, lens, common, blocks.astype(np.int32), floors)
+        ends = np.zeros(len(lens) + 1, np.int64)
+        if self.texts is None:
+            return Edges(edge, lens, np.zeros(0, np.uint8), ends)
+        np.cumsum(lens - 1, out=ends[1:])
+        return Edges(edge, lens, self.texts, ends)
 
     def distinct_rows(self) -> tuple[Int64s, Int64s]:
         """One row of each kind, and the kind of each row; both int64. Rows count as equal
@@ -103,34 +95,25 @@ class Edges(NamedTuple):
 
     edge: int32 ``[rows, fields]``.
     lens: int32 ``[edges]``, as in :class:`FieldTable`.
-    common: int32 ``[edges]``, with the edge before; 0 for a field's first.
-    blocks: int32, the least ``common`` of each 64 edges.
-    floors: int32 ``[fields]``, length that all values of a field have in common: its label.
+    texts: uint8, those of all edges one after the other.
+    ends: int64 ``[edges + 1]``, where the text of each begins, and the end.
     """
 
     edge: Int32s
     lens: Int32s
-    common: Int32s
-    blocks: Int32s
-    floors: Int32s
+    texts: Bytes
+    ends: Int64s
 
 
 @jit
-def common_len(
-    common: Int32s, blocks: Int32s, floor: int, before: int, after: int
-) -> int:
-    """Length that two values of one field, edges ``before < after``, have in common, at least
-    ``floor``: the least in between."""
-    least = common[after]
-    i = before + 1
-    while i < after and least > floor:
-        if i % 64 == 0 and i + 64 <= after:
-            least = min(least, blocks[i // 64])
-            i += 64
-        else:
-            least = min(least, common[i])
-            i += 1
-    return int(least)
+def common_len(edges: Edges, a: int, b: int) -> int:
+    """Length that the texts of two edges have in common."""
+    texts, first, second = edges.texts, edges.ends[a], edges.ends[b]
+    most = min(edges.ends[a + 1] - first, edges.ends[b + 1] - second)
+    same = 0
+    while same < most and texts[first + same] == texts[second + same]:
+        same += 1
+    return same
 
 
 @jit
@@ -146,9 +129,6 @@ def _row_keys(edge: Int32s) -> NDArray[np.uint64]:
     return keys
 
 
-Bytes = NDArray[np.uint8]
-
-
 def text_table(values: Int32s, texts: Sequence[Sequence[bytes]]) -> FieldTable:
     """The table of fields whose values are texts. Lengths are bytes, one for a line's end.
 
@@ -157,31 +137,16 @@ def text_table(values: Int32s, texts: Sequence[Sequence[bytes]]) -> FieldTable:
         texts: for each field, its texts with their label, none twice.
     """
     ranked = np.empty_like(values)
-    lens, common = [], []
+    lens = []
+    listed: list[bytes] = []
     for field, found in enumerate(texts):
         order = sorted(range(len(found)), key=found.__getitem__)
         rank = np.empty(len(found), np.int32)
         rank[order] = np.arange(len(found), dtype=np.int32)
         ranked[:, field] = rank[values[:, field]]
-        ends = np.cumsum([0, *(len(found[i]) for i in order)])
-        data = np.frombuffer(b"".join(found[i] for i in order), np.uint8)
-        lens.append((np.diff(ends) + 1).astype(np.int32))
-        common.append(_common_lens(data, ends))
-    return FieldTable(ranked, lens, common)
-
-
-@jit
-def _common_lens(data: Bytes, ends: Int64s) -> Int32s:
-    """Bytes that each text has in common with the one before it."""
-    common = np.zeros(len(ends) - 1, np.int32)
-    for k in range(1, len(common)):
-        before, at = ends[k - 1], ends[k]
-        most = min(at - before, ends[k + 1] - at)
-        same = 0
-        while same < most and data[before + same] == data[at + same]:
-            same += 1
-        common[k] = same
-    return common
+        lens.append(np.array([len(found[i]) + 1 for i in order], np.int32))
+        listed += (found[i] for i in order)
+    return FieldTable(ranked, lens, np.frombuffer(b"".join(listed), np.uint8))
 
 
 Int16s = NDArray[np.int16]
@@ -197,12 +162,7 @@ def prefix_weight(table: FieldTable, orders: Int16s) -> int:
         return 0
     listed = np.ascontiguousarray(listed[np.lexsort(listed.T[::-1])])
     columns = np.repeat(np.arange(table.num_fields), [len(x) for x in table.lens])
-    return int(
-        _sorted_weight(
-            listed, columns.astype(np.int32),
-            edges.lens, edges.common, edges.blocks, edges.floors,
-        )
-    )  # fmt: skip
+    return int(_sorted_weight(edges._replace(edge=listed), columns.astype(np.int32)))
 
 
 def own_orders(table: FieldTable) -> Int16s:
@@ -212,15 +172,9 @@ def own_orders(table: FieldTable) -> Int16s:
 
 
 @jit
-def _sorted_weight(
-    listed: Int32s,
-    columns: Int32s,
-    lens: Int32s,
-    common: Int32s,
-    blocks: Int32s,
-    floors: Int32s,
-) -> int:
-    """The weight of rows of edges that are sorted."""
+def _sorted_weight(edges: Edges, columns: Int32s) -> int:
+    """The weight of rows of edges that are sorted. ``columns``: int32 ``[edges]``, their fields."""
+    listed, lens = edges.edge, edges.lens
     n, m = listed.shape
     total = 0
     for i in range(n):
@@ -232,7 +186,6 @@ def _sorted_weight(
             total += lens[listed[i, k]]
         if i and shared < m:
             before, after = listed[i - 1, shared], listed[i, shared]
-            field = columns[before]
-            if field == columns[after]:
-                total -= common_len(common, blocks, floors[field], before, after)
+            if columns[before] == columns[after]:
+                total -= common_len(edges, before, after)
     return total

@@ -1,17 +1,14 @@
 """Groups of rows by the values of some fields.
 
 Each group has one value in common, which its rows list first. The best groups of a few rows
-are found exactly (:func:`best_groups`). Up to some hundred rows are merged from the bottom up
-(:func:`merged_groups`). Among many rows, a row may join the group of its value in any field,
-so it has to be chosen between them (:func:`value_groups`). The saving of a group is tried out:
+are found exactly (:func:`best_groups`). Among many rows, a row may join the group of its value
+in any field, so it has to be chosen between them (:func:`value_groups`). The saving of a group
+is tried out:
 its rows list the other fields in one order, those that save most first. The ways to choose:
 
 - ``BY_SAVED``: the group that saves most, then that which saves most of the rows that are
   left, and so on;
 - ``PER_ROW``: the same with the saving per row;
-- ``BY_SHARED``: the same with the squared lengths of the values that all of its rows share.
-  This is greedy group recursion ("Optimizing LLM Queries in Relational Data Analytics
-  Workloads", arXiv 2403.05821, algorithm 1), with dependencies as they are in the group;
 - ``BY_FIELD``: all rows by one field, the best of three, and rows whose value is their own
   as ``BY_SAVED``.
 
@@ -29,8 +26,7 @@ from ..compiled import jit
 from ..requests import Bools, Floats, Int32s, Int64s
 
 # The ways to choose groups.
-BY_SAVED, PER_ROW, BY_SHARED, BY_FIELD = 0, 1, 2, 3
-WAYS = (BY_SAVED, PER_ROW, BY_SHARED, BY_FIELD)
+BY_SAVED, PER_ROW, BY_FIELD = WAYS = (0, 1, 2)
 # Fields of which groups are tried out, among few and among many rows.
 _MOST_FIELDS, _FIELDS_OF_MANY, _MANY = 12, 6, 5_000
 # Fields by which all rows are split, to compare.
@@ -123,14 +119,13 @@ def value_groups(edge: Int32s, way: int, work: Scratch) -> tuple[int, Int32s]:
     candidates = _candidates(edge, work)
     found = _savings(edge, candidates, work)
     if way != BY_FIELD:
-        worth = found.shares if way == BY_SHARED else found.saves
-        taken = _choose(found, worth, way == PER_ROW, -1)
+        taken = _choose(found, way == PER_ROW, -1)
         saved_in_all = _saved_by(edge, candidates, found, taken, work)
         return saved_in_all, _numbered(edge, candidates, taken, work)
     most = -1
     chosen = np.full(edge.shape[1], -1, np.int32)
     for k in np.argsort(-found.total, kind="mergesort")[:_WHOLE_FIELDS]:
-        taken = _choose(found, found.saves, False, k)
+        taken = _choose(found, False, k)
         length = _saved_by(edge, candidates, found, taken, work)
         if length > most:
             most = length
@@ -142,8 +137,7 @@ class Savings(NamedTuple):
     """The savings of groups by each of ``c`` candidate fields.
 
     by_edge: int32 ``[c, n]``, rows sorted by their edge.
-    saves, shares: float64 ``[c, n]``, length that the group of a row saves in all, and by the
-        values that all of it share.
+    saves: float64 ``[c, n]``, length that the group of a row saves.
     size, first: int32 ``[c, n]``, rows of a row's group, and where it begins in ``by_edge``.
     chains, links: int32 ``[c, fields]`` and int64 ``[c]``, fields that its groups list.
     total: int64 ``[c]``, length that all groups save.
@@ -151,7 +145,6 @@ class Savings(NamedTuple):
 
     by_edge: Int32s
     saves: Floats
-    shares: Floats
     size: Int32s
     first: Int32s
     chains: Int32s
@@ -166,7 +159,6 @@ def _savings(edge: Int32s, candidates: Int32s, work: Scratch) -> Savings:
     num = len(candidates)
     by_edge = np.empty((num, n), np.int32)
     saves = np.zeros((num, n))
-    shares = np.zeros((num, n))
     size = np.zeros((num, n), np.int32)
     first = np.zeros((num, n), np.int32)
     chains = np.zeros((num, m), np.int32)
@@ -186,14 +178,12 @@ def _savings(edge: Int32s, candidates: Int32s, work: Scratch) -> Savings:
         start = 0
         for g in range(groups):
             end = group_ends[g]
-            shared = _shared_squares(edge, by_edge[k, start:end], work)
             for at in range(start, end):
                 i = by_edge[k, at]
                 saves[k, i], size[k, i], first[k, i] = saved[g], end - start, start
-                shares[k, i] = shared * (end - start - 1)
             total[k] += saved[g]
             start = end
-    return Savings(by_edge, saves, shares, size, first, chains, links, total)
+    return Savings(by_edge, saves, size, first, chains, links, total)
 
 
 @jit
@@ -355,14 +345,14 @@ def _chain_saves(
 
 
 @jit
-def _choose(found: Savings, saves: Floats, per_row: bool, whole: int) -> Int32s:
+def _choose(found: Savings, per_row: bool, whole: int) -> Int32s:
     """The candidate by whose value each row is grouped, int32 ``[n]``; -1: by none.
 
     Args:
         per_row: groups that save most per row come first, not those that save most.
         whole: the candidate by which rows are grouped before. -1: none.
     """
-    by_edge, size, first = found.by_edge, found.size, found.first
+    by_edge, size, first, saves = found.by_edge, found.size, found.first, found.saves
     num, n = by_edge.shape
     taken = np.full(n, -1, np.int32)
     left = size.copy()  # rows of a group that are not taken, at the group's first row
@@ -406,24 +396,6 @@ def _score(saves: float, size: int, left: int, per_row: bool) -> float:
     """The savings of a group with the rows that are left, as if all of it were common."""
     score = saves * (left - 1.0) / (size - 1.0)
     return score / left if per_row else score
-
-
-@jit
-def _shared_squares(edge: Int32s, rows: Int32s, work: Scratch) -> float:
-    """The squared lengths of the values that all rows share."""
-    total = 0.0
-    if len(rows) < 2:
-        return total
-    for c in range(edge.shape[0]):
-        e = edge[c, rows[0]]
-        same = True
-        for i in rows[1:]:
-            if edge[c, i] != e:
-                same = False
-                break
-        if same:
-            total += float(work.lens[e]) ** 2
-    return total
 
 
 @jit
@@ -557,90 +529,3 @@ def best_groups(edge: Int32s, lens: Int32s) -> Int32s:
         waiting[left + 1] = rows ^ part[rows]
         left += 2
     return group
-
-
-# Groups of up to some hundred rows, merged from the bottom up.
-#
-# A prefix tree that splits in two everywhere saves, at each of its nodes, the length of the
-# values that all rows below it have in common. So the rows, or sets of rows, with most in
-# common are merged first. Fields in which the rows all differ play no part.
-
-# Rows that are merged: their pairs are all compared.
-MOST_MERGED_ROWS = 192
-
-
-@jit
-def merged_groups(edge: Int32s, lens: Int32s) -> tuple[int, Int32s]:
-    """Groups of rows that have no value in common: the length saved by the whole tree, and
-    the group of each row from 0, int32 ``[n]``; -1: the row is alone."""
-    n, m = edge.shape
-    held = edge.copy()  # the values in common of the set that each row has
-    weight = np.zeros((n, n), np.int64)
-    best = np.zeros(n, np.int64)  # partner with most in common, among those after it
-    alive = np.ones(n, np.bool_)
-    stands_for = np.arange(n)
-    for i in range(n):
-        for j in range(i + 1, n):
-            weight[i, j] = _shared(held, lens, i, j)
-        best[i] = _partner(weight, alive, i)
-    saved = 0
-    for _ in range(n - 1):
-        first = -1
-        for i in range(n):
-            if (
-                alive[i]
-                and best[i] >= 0
-                and (first < 0 or weight[i, best[i]] > weight[first, best[first]])
-            ):
-                first = i
-        if first < 0 or weight[first, best[first]] == 0:
-            break
-        other = best[first]
-        saved += weight[first, other]
-        for c in range(m):
-            if held[first, c] != held[other, c]:
-                held[first, c] = -1
-        alive[other] = False
-        for i in range(n):
-            if stands_for[i] == other:
-                stands_for[i] = first
-        for j in range(n):
-            if alive[j] and j != first:
-                a, b = min(first, j), max(first, j)
-                if weight[a, b] > 0:
-                    weight[a, b] = _shared(held, lens, a, b)
-        for i in range(n):
-            if alive[i] and (i == first or best[i] == first or best[i] == other):
-                best[i] = _partner(weight, alive, i)
-    group = np.full(n, -1, np.int32)
-    number = np.full(n, -1, np.int32)
-    size = np.zeros(n, np.int64)
-    for i in range(n):
-        size[stands_for[i]] += 1
-    found = 0
-    for i in range(n):
-        top = stands_for[i]
-        if size[top] > 1:
-            if number[top] < 0:
-                number[top] = found
-                found += 1
-            group[i] = number[top]
-    return saved, group
-
-
-@jit
-def _shared(held: Int32s, lens: Int32s, a: int, b: int) -> int:
-    total = 0
-    for c in range(held.shape[1]):
-        if held[a, c] == held[b, c] and held[a, c] >= 0:
-            total += lens[held[a, c]]
-    return total
-
-
-@jit
-def _partner(weight: np.ndarray, alive: np.ndarray, i: int) -> int:
-    found = -1
-    for j in range(i + 1, len(alive)):
-        if alive[j] and (found < 0 or weight[i, j] > weight[i, found]):
-            found = j
-    return found

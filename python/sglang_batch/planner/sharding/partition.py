@@ -15,6 +15,7 @@ opened for the few engines that need it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from ..compiled import jit
 from ..costs.cost_model import CostModel, overlapped
 from ..costs.tree_work import LeafWork, node_work
 from ..prefixes.prefix_tree import PrefixTree
-from ..requests import Bools, Floats, Int32s, Int64s
+from ..requests import Bools, Floats, Int32s, Int64s, PlanRequests
 from .speeds import ShardSpeeds, speeds_for
 
 # Units per shard (of the slowest engine), about. Larger subtrees are opened, and siblings gathered
@@ -491,3 +492,38 @@ def _seconds(
 ) -> float:
     seconds: float = overlapped(compute * slow[0, s], memory * slow[1, s], exponent)
     return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class ShardJob:
+    """A shard as a job of its own, whose requests are numbered 0..len(index)-1.
+
+    index: int64, the number of each request in the whole job, in ascending order.
+        ``values[index]`` selects the shard's values of an array by request, and
+        ``index[order]`` translates the shard's order to numbers in the whole job.
+    tree: the prefix tree of the shard's requests.
+    requests: the shard's requests, with their prompts.
+    """
+
+    index: Int64s
+    tree: PrefixTree
+    requests: PlanRequests
+
+
+def shard_jobs(
+    tree: PrefixTree, requests: PlanRequests, indices: Sequence[Int64s]
+) -> list[ShardJob]:
+    """Shards as jobs that can be planned alone. Prompts are copied.
+
+    Args:
+        indices: int64 arrays, the numbers of each shard's requests in ascending order.
+    """
+    position = tree.position
+    return [
+        ShardJob(
+            index,
+            tree.restricted_to(np.sort(position[index])).renumbered(),
+            requests.take(index),
+        )
+        for index in indices
+    ]

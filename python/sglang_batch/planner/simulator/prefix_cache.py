@@ -198,23 +198,14 @@ def lock(cache: SimCache, node: int, first_use: bool) -> None:
 
 
 @jit_in_place
-def newly_locked(cache: SimCache, node: int) -> int:
-    """Tokens of a node's prefix that no running request holds."""
-    tokens = 0
+def newly_locked(cache: SimCache, node: int) -> tuple[int, int]:
+    """Tokens and nodes of a node's prefix that no running request holds."""
+    tokens = number = 0
     while node > 0 and cache.nodes[node].refs == 0:
         tokens += cache.nodes[node].length
-        node = cache.nodes[node].parent
-    return tokens
-
-
-@jit_in_place
-def num_newly_locked(cache: SimCache, node: int) -> int:
-    """Nodes of a node's prefix that no running request holds."""
-    number = 0
-    while node > 0 and cache.nodes[node].refs == 0:
         number += cache.nodes[node].length > 0
         node = cache.nodes[node].parent
-    return number
+    return tokens, number
 
 
 @jit_in_place

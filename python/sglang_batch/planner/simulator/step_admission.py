@@ -60,18 +60,18 @@ def _kv_fits(sim: Sim, i: int, reserved: int) -> bool:
     if state.running == 0:
         return True
     r = sim.requests[i]
-    locked = sim.cache.totals[LOCKED] + prefix.newly_locked(sim.cache, r.node)
+    tokens, number = prefix.newly_locked(sim.cache, r.node)
     known = r.admitted or r.offloaded
     steps = r.est_decode_steps if known else rounded_est_decode_steps(sim, i)
     if sim.engine.second.capacity > 0:
-        number = sim.cache.totals[NODES] + prefix.num_newly_locked(sim.cache, r.node)
+        number += sim.cache.totals[NODES]
         units = share(sim.engine.second, r.own, steps)
         held = state.pool_held
         if not has_room(sim.engine.second, held, units, number, state.margin):
             return False
     held, remaining = growth(sim, i, r.generated, steps)
     most = sim.engine.kv_capacity * (1.0 - state.margin)
-    others = locked + reserved
+    others = sim.cache.totals[LOCKED] + tokens + reserved
     return bool(kv.fits(sim.forecast, state.clock, held, remaining, others, most))
 
 

@@ -311,7 +311,7 @@ def _has_room(sim: Sim, i: int) -> bool:
     state = sim.state[0]
     r = sim.requests[i]
     needed = in_pages(sim, r.own + r.generated)
-    needed += prefix.newly_locked(sim.cache, r.node)
+    needed += prefix.newly_locked(sim.cache, r.node)[0]
     needed += decode_kv(sim) + sim.engine.page_size
     return bool(
         state.private + sim.cache.totals[LOCKED] + needed <= sim.engine.kv_capacity

@@ -97,7 +97,7 @@ def weighed(table: FieldTable, orders: tuple[tuple[int, ...], ...]) -> int:
     ("rows", "exact_rows", "most"),
     [
         (8, MOST_OPTIMAL_ROWS, 1.0),
-        (12, MOST_OPTIMAL_ROWS, 1.005),
+        (12, MOST_OPTIMAL_ROWS, 1.01),
         (12, 1, 1.02),  # what splits larger groups
     ],
 )

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..planner.costs.cost_model import CostModel, MixingCost
-from ..planner.costs.tree_work import planned_work, read_len
+from ..planner.costs.tree_work import decode_step_moments, planned_work, read_len
 from ..planner.machine_model import Machine
 from ..planner.plan import Plan
 from ..planner.requests import Int32s, Int64s
@@ -213,8 +213,7 @@ def job_plan(plan: Plan, numbers: Int64s, machine: Machine) -> JobPlan:
         if lengths.max_wait_steps is not None:
             max_wait_steps = min(lengths.max_wait_steps, _MOST_STEPS)
     length, length_sq = estimates.est_output_len, estimates.est_output_len_sq
-    steps = np.maximum(length - 1.0, 0.0)
-    est_decode_steps_sq = np.maximum(length_sq - 2.0 * length + 1.0, steps**2)
+    steps, est_decode_steps_sq = decode_step_moments(length, length_sq)
     compute_s, kv_read_s = planned_work(tree, cost, steps, est_decode_steps_sq)
     return JobPlan(
         policy=plan.policy,

@@ -23,7 +23,7 @@ def write_steps(path: Path, count: int, **values: float) -> Path:
     for step in range(1, count + 1):
         zero = StepRecord(*[0] * (len(COLUMNS) - 2), 0.0, 0.0)
         log.append(zero._replace(step=step, **values))
-    log.close()
+    log.flush()
     return path
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..costs.hardware import HardwareSpec, Parallelism
-from ..costs.model_spec import ModelSpec
+from ..costs.model_spec import ModelSpec, text_config
 from ..costs.weights import Config, first_number
 
 # Most tokens of a step that are tried.
@@ -127,10 +127,7 @@ class ModelParts:
     @classmethod
     def of(cls, config: Config) -> ModelParts:
         """From a ``config.json``, also of a multimodal model."""
-        text = next(
-            (config[key] for key in ("text_config", "llm_config") if config.get(key)),
-            config,
-        )
+        text = text_config(config)
         heads = first_number(text, "num_attention_heads") or 1
         kv_heads = 1 if text.get("kv_lora_rank") else None
         return cls(

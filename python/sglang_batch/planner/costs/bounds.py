@@ -9,7 +9,6 @@ sums, BlendServe 2.4: T_o) and no overlap (their sum) are the two limits of the 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -76,8 +75,8 @@ def lower_bounds(
     min_steps = max(int(np.ceil(held / kv_capacity_tokens)), int(d.max(initial=0.0)))
     read = held if cost.shared_kv_read_once else float((p * d + d * d / 2.0).sum())
     read += float((cost.more_reads(p) * d).sum())
-    least = smallest_step(cost)
-    weights = min_steps * least.memory_s
+    _, step_memory_s, step_other_s = _smallest_step(cost)
+    weights = min_steps * step_memory_s
     memory = read * cost.kv_read_time_s
     # A product takes the longer of its arithmetic and its reads: a table has both already,
     # and ``token_time_s`` is the least of either.
@@ -90,38 +89,31 @@ def lower_bounds(
         sum_s=float(compute + read_s),
         critical_path_s=_critical_path_s(cost, p, d),
         kv_area_s=float(
-            held * cost.kv_read_time_s + weights + min_steps * least.other_s
+            held * cost.kv_read_time_s + weights + min_steps * step_other_s
         ),
         min_steps=min_steps,
     )
 
 
-class SmallestStep(NamedTuple):
-    """Seconds of a step with one token, without its KV."""
-
-    compute_s: float
-    memory_s: float
-    other_s: float
-
-
-def smallest_step(cost: CostModel) -> SmallestStep:
-    """The shortest step of a machine."""
+def _smallest_step(cost: CostModel) -> tuple[float, float, float]:
+    """Compute, memory and other seconds of a step with one token, without its KV."""
     compute, memory, other = matrix_seconds(cost.step_table, 1.0, 1.0)
     # Measured machines may decode faster in steps with prompts.
-    decode_s = min(cost.extras.decode_s, cost.extras.mixed_decode_s)
-    return SmallestStep(compute, memory, other + decode_s)
+    return (
+        compute,
+        memory,
+        other + min(cost.extras.decode_s, cost.extras.mixed_decode_s),
+    )
 
 
 def _critical_path_s(cost: CostModel, input_len: Floats, output_len: Floats) -> float:
     """Seconds of the longest request alone: its prompt, then one step per decode."""
-    longest, least = 0.0, smallest_step(cost)
+    longest, (step_s, memory_s, other_s) = 0.0, _smallest_step(cost)
     for i in np.argsort(-output_len, kind="stable")[:_CRITICAL]:
         p, d = input_len[i], output_len[i]
         held = p + np.arange(1.0, d + 1.0) + cost.more_reads(p)
-        steps = cost.step_time_s(
-            least.compute_s, held * cost.kv_read_time_s + least.memory_s
-        )
-        steps = steps + least.other_s
+        steps = cost.step_time_s(step_s, held * cost.kv_read_time_s + memory_s)
+        steps = steps + other_s
         prompt = p * cost.token_time_s + p * p * cost.attention_time_s
         longest = max(longest, float(prompt + steps.sum()))
     return longest

@@ -348,7 +348,7 @@ class ModelSpec:
             ConfigError: a key is missing, or the kind of model is unknown.
         """
         encoder_flops = encoder_flops_per_token(config)
-        config = _text_config(config)
+        config = text_config(config)
         _refuse_uncounted(config)
         stored = dtype_bits(
             config.get("torch_dtype") or config.get("dtype") or "bfloat16"
@@ -444,7 +444,8 @@ def _tied(config: Config) -> bool:
     return bool(config.get("tie_word_embeddings", by_default))
 
 
-def _text_config(config: Config) -> Config:
+def text_config(config: Config) -> Config:
+    """The part of a ``config.json`` that has the language model's, or all of it."""
     for key in _TEXT_CONFIGS:
         text = config.get(key)
         if isinstance(text, Mapping):

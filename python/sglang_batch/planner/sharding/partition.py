@@ -16,7 +16,7 @@ opened for the few engines that need it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -98,11 +98,10 @@ def partition(
             f"None of the {num_shards} engines is there to take the job; wait until one is."
         )
     slow = speeds.take(there).slowness()
-    found = there[_cut(tree, cost, work, slow)].astype(np.int32)
-    compute_s, memory_s, lost = _loads(tree, cost, work, found, num_shards)
-    shard = np.empty_like(found)
-    shard[tree.order] = found
-    return Partition(shard, compute_s, memory_s, lost)
+    by_leaf = there[_cut(tree, cost, work, slow)].astype(np.int32)
+    shard = np.empty_like(by_leaf)
+    shard[tree.order] = by_leaf
+    return replace(_loads(tree, cost, work, by_leaf, num_shards), shard=shard)
 
 
 def _cut(tree: PrefixTree, cost: CostModel, work: LeafWork, slow: Floats) -> Int32s:
@@ -181,26 +180,19 @@ def _cut_at_once(
         budget = max(2 * budget, tree.num_tokens / 1000)
 
 
-class _Loads(NamedTuple):
-    """The part of :class:`Partition` that depends on the shards."""
-
-    compute_s: Floats
-    memory_s: Floats
-    lost_tokens: int
-
-
 def _loads(
     tree: PrefixTree,
     cost: CostModel,
     work: LeafWork,
     leaf_shard: Int32s,
     num_shards: int,
-) -> _Loads:
-    """Of the shards with these leaves, int32 ``[n]``."""
+) -> Partition:
+    """The shards of these leaves, int32 ``[n]``, by leaf in place of by request."""
     shared = shared_within_shards(tree.lcp, leaf_shard, num_shards)
     compute = _prefill_s(cost, tree.input_len) - _prefill_s(cost, shared)
     compute += work.decode_s
-    return _Loads(
+    return Partition(
+        leaf_shard,
         np.bincount(leaf_shard, compute, num_shards).astype(np.float64),
         np.bincount(leaf_shard, work.memory_s, num_shards).astype(np.float64),
         int(tree.lcp.sum(dtype=np.int64) - shared.sum(dtype=np.int64)),

@@ -141,7 +141,9 @@ def simulate(
         tree, cost, est_output_len, est_output_len_sq, as_sglang=limits.as_sglang
     )
     requests = _requests(tree, cost, limits, output_len, max_new_tokens)
-    requests["key"], requests["family"] = _batch_keys(tree, order.lengths)
+    if order.lengths is not None:
+        requests["key"] = order.lengths.key[tree.order]
+        requests["family"] = order.lengths.family[tree.order]
     # In the textbook engine, each output token takes a decode step.
     steps, steps_sq = est_output_len, est_output_len_sq
     if limits.as_sglang:
@@ -205,15 +207,6 @@ def _requests(
         _count_decode_steps(requests, overlapped=limits.overlapped)
     requests["event"] = NONE
     return requests
-
-
-def _batch_keys(
-    tree: PrefixTree, lengths: LengthKeys | None
-) -> tuple[Int32s | int, Int32s | int]:
-    """The length and the family by which each leaf joins a batch."""
-    if lengths is None:
-        return 0, NONE
-    return lengths.key[tree.order], lengths.family[tree.order]
 
 
 def _count_decode_steps(requests: NDArray[Any], *, overlapped: bool) -> None:

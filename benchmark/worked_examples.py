@@ -8,7 +8,7 @@ from report import Figure
 
 from sglang_batch.planner.admission_rules.dual_scanner import split_kv
 from sglang_batch.planner.costs.cost_model import compute_density
-from sglang_batch.planner.prefixes.prefix_groups import prefix_groups, token_saving
+from sglang_batch.planner.prefixes.prefix_groups import PrefixGroups, prefix_groups
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.prediction.workloads.mix import Workload, shared_prefix_groups
 
@@ -59,14 +59,18 @@ def figure_4() -> tuple[float, bool]:
         (int(length), *sorted(tree.order[groups.group_of == group].tolist()))
         for group, length in enumerate(groups.prefix_len)
     }
-    saved = token_saving(tree, groups) * tree.num_tokens
-    return saved, found == {(0, 0), (1, 1, 2, 5), (8, 3, 4)}
+    return saved_tokens(groups), found == {(0, 0), (1, 1, 2, 5), (8, 3, 4)}
 
 
 def equal_groups(prefix_len: int) -> float:
     """Percentage of tokens saved where 16 requests each share a prefix."""
     tree = tree_of(shared_prefix_groups(640, prefix_len, 200, 16, 100, 0))
-    return 100 * token_saving(tree, prefix_groups(tree))
+    return 100 * saved_tokens(prefix_groups(tree)) / tree.num_tokens
+
+
+def saved_tokens(groups: PrefixGroups) -> int:
+    """Each group computes its prefix once (BatchLLM, Eq. 2)."""
+    return int(((groups.sizes - 1) * groups.prefix_len).sum())
 
 
 def tree_of(job: Workload) -> PrefixTree:

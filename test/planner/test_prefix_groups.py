@@ -15,7 +15,6 @@ from sglang_batch.planner.prefixes.prefix_groups import (
     PrefixGroups,
     group_order,
     prefix_groups,
-    token_saving,
 )
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 
@@ -27,8 +26,8 @@ def tree_of(prompts: Sequence[Sequence[int]]) -> PrefixTree:
     return build_prefix_tree(tokens, np.cumsum([0, *map(len, prompts)], dtype=np.int64))
 
 
-def saved_tokens(tree: PrefixTree, groups: PrefixGroups) -> int:
-    return round(token_saving(tree, groups) * int(tree.input_len.sum()))
+def saved_tokens(groups: PrefixGroups) -> int:
+    return int(((groups.sizes - 1) * groups.prefix_len).sum())
 
 
 def as_lists(tree: PrefixTree, groups: PrefixGroups) -> list[tuple[int, list[int]]]:
@@ -75,7 +74,7 @@ def test_the_papers_example() -> None:
     groups = prefix_groups(tree)
     assert sorted(as_lists(tree, groups)) == [(0, [0]), (1, [1, 2, 5]), (8, [3, 4])]
     # 4 tokens for b alone, 8 for the pair, and b still saves 2 for the other three.
-    assert saved_tokens(tree, groups) == 10 == most_tokens_saved(tree)
+    assert saved_tokens(groups) == 10 == most_tokens_saved(tree)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +98,7 @@ def test_saving_of_equal_groups_is_the_closed_form(
     groups = prefix_groups(tree)
     computed = n * distinct + n / degree * prefix
     exact = 1 - computed / (n * (prefix + distinct))
-    assert token_saving(tree, groups) == pytest.approx(exact)
+    assert saved_tokens(groups) / tree.num_tokens == pytest.approx(exact)
     assert exact == pytest.approx(saving, abs=5e-4)
     assert groups.sizes.tolist() == [degree] * (n // degree)
 
@@ -159,7 +158,7 @@ def test_saving_is_between_the_first_level_and_the_best(
         int((tree.leaf_end[node] - tree.leaf_begin[node] - 1) * tree.depth[node])
         for node in first_level
     )
-    saved = saved_tokens(tree, prefix_groups(tree))
+    saved = saved_tokens(prefix_groups(tree))
     assert plain <= saved <= most_tokens_saved(tree)
     assert saved <= int(tree.lcp.sum())
 
@@ -199,7 +198,7 @@ def test_order_keeps_groups_together_in_leaf_order(prompts: list[list[int]]) -> 
 def test_nothing_to_share(prompts: list[list[int]]) -> None:
     tree = tree_of(prompts)
     groups = prefix_groups(tree)
-    assert token_saving(tree, groups) == 0.0
+    assert saved_tokens(groups) == 0
     assert groups.prefix_len.tolist() == [0] * len(prompts)
     order = group_order(tree, groups, np.ones(len(prompts)))
     assert sorted(order.tolist()) == list(range(len(prompts)))

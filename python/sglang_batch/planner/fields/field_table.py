@@ -80,10 +80,10 @@ class FieldTable:
         return Edges(edge, lens, self.texts, ends)
 
     def distinct_rows(self) -> tuple[Int64s, Int64s]:
-        """One row of each kind, and the kind of each row; both int64. Rows count as equal
-        if 64 bits of a hash of their values are."""
-        keys = _row_keys(self.edges.edge)
-        _, first, kind = np.unique(keys, return_index=True, return_inverse=True)
+        """One row of each kind, and the kind of each row; both int64."""
+        _, first, kind = np.unique(
+            self.edges.edge, axis=0, return_index=True, return_inverse=True
+        )
         in_order = np.argsort(first, kind="stable")
         rank = np.empty(len(first), np.int64)
         rank[in_order] = np.arange(len(first))
@@ -114,19 +114,6 @@ def common_len(edges: Edges, a: int, b: int) -> int:
     while same < most and texts[first + same] == texts[second + same]:
         same += 1
     return same
-
-
-@jit
-def _row_keys(edge: Int32s) -> NDArray[np.uint64]:
-    n, m = edge.shape
-    keys = np.empty(n, np.uint64)
-    for i in range(n):
-        key = np.uint64(0x9E3779B97F4A7C15)
-        for c in range(m):
-            key = (key ^ np.uint64(edge[i, c])) * np.uint64(0xBF58476D1CE4E5B9)
-            key ^= key >> np.uint64(29)
-        keys[i] = key
-    return keys
 
 
 def text_table(values: Int32s, texts: Sequence[Sequence[bytes]]) -> FieldTable:

@@ -28,12 +28,10 @@ class Splitters(NamedTuple):
     tokens: int32, all splitters one after the other.
     offsets: int64 ``[b]``. Splitter ``i`` is ``tokens[offsets[i]:offsets[i + 1]]``, and
         bucket ``i + 1`` begins with it.
-    common: int32 ``[b - 1]``, most tokens that prompts on both sides share.
     """
 
     tokens: Int32s
     offsets: Int64s
-    common: Int32s
 
     @property
     def num_buckets(self) -> int:
@@ -76,7 +74,7 @@ def choose_splitters(tokens: Int32s, offsets: Int64s, num_buckets: int) -> Split
         for first, length in zip(offsets[order[cuts]], lcp[cuts], strict=True)
     ]
     none = np.zeros(0, np.int32)
-    return Splitters(np.concatenate([none, *parts]), ends, lcp[cuts])
+    return Splitters(np.concatenate([none, *parts]), ends)
 
 
 def _cuts(price: Floats, most: int) -> Int64s:

@@ -48,16 +48,6 @@ def prefix_groups(tree: PrefixTree) -> PrefixGroups:
     return PrefixGroups(prefix_len=prefix_len, sizes=sizes, group_of=group_of)
 
 
-def token_saving(tree: PrefixTree, groups: PrefixGroups) -> float:
-    """Share of all prompt tokens that the groups save, 0..1 (BatchLLM, Eq. 2).
-
-    Each group computes its prefix once. 0.0 for a job without tokens.
-    """
-    saved = int(((groups.sizes - 1) * groups.prefix_len).sum())
-    num_tokens = int(tree.input_len.sum(dtype=np.int64))
-    return saved / num_tokens if num_tokens else 0.0
-
-
 def group_order(
     tree: PrefixTree, groups: PrefixGroups, est_output_len: Floats
 ) -> Int64s:

@@ -18,6 +18,7 @@ from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
+from sglang_batch.planner.machine_model import share
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree
 from sglang_batch.request import parse_request_id
 from sglang_batch.scheduling.job_plan import JobPlan
@@ -168,9 +169,11 @@ class StressScheduler(offline.OfflineScheduler):
         assert kv_accounting.growth == self.page_size * sum(begun)
         second = kv_accounting.second
         if second is not None:
-            assert second.held == sum(request.pool_share for request in requests)
-            shares = [second.share(x, x.est_decode_steps) for x in requests]
-            assert second.held == sum(shares)
+            held = kv_accounting.second_held
+            assert held == sum(request.pool_share for request in requests)
+            assert held == sum(
+                share(second, x.own, x.est_decode_steps) for x in requests
+            )
         running = plan.running_batch.reqs
         batch = plan.batch_to_run.reqs if plan.batch_to_run is not None else []
         known = {id(request.req) for request in requests}

@@ -226,16 +226,16 @@ def test_the_seed_decides() -> None:
 
 
 @settings(deadline=None, max_examples=examples(200))
-@given(PROMPTS, st.floats(0.01, 1.0), st.integers(1, 6), st.integers(0, 99))
+@given(PROMPTS, st.floats(0.01, 1.0), st.integers(0, 99))
 def test_a_sample_is_bounded_and_without_repeats(
-    prompts: list[list[int]], share: float, least: int, seed: int
+    prompts: list[list[int]], share: float, seed: int
 ) -> None:
     job = job_of(prompts)
-    sample = choose_sample(*job, share=share, min_per_subtree=least, seed=seed)
+    sample = choose_sample(*job, share=share, seed=seed)
     n = len(prompts)
     assert sample.dtype == np.int64
     assert len(set(sample.tolist())) == len(sample)
-    assert len(sample) <= max(4.5 * share * n + 2, 1.5 * least, n / 4)
+    assert len(sample) <= max(4.5 * share * n + 2, 1.5 * 5, n / 4)
     assert repeated_share(job, sample) <= MOST_REPEATED
     if share == 1:
         assert len(sample) == n
@@ -246,7 +246,6 @@ def test_a_sample_is_bounded_and_without_repeats(
     [
         ({"share": 0.0}, "share=0.0"),
         ({"share": 1.5}, "share=1.5"),
-        ({"min_per_subtree": 0}, "min_per_subtree=0"),
     ],
 )
 def test_unusable_settings_are_refused(options: dict[str, float], message: str) -> None:

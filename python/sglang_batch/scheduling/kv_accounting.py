@@ -56,6 +56,7 @@ class KvAccounting:
         reads: tokens of KV that decodes read in a step, including that of the token they
             compute, by side.
         num_running: running requests, including those whose prompt is being computed.
+        second_held: units of the second pool charged to running requests.
         num_complete: those of them that have all their tokens. The engine learns of an end
             one step late.
         changes: how often requests were admitted, began to decode or left.
@@ -68,11 +69,11 @@ class KvAccounting:
         page_size: int = 1,
         *,
         mixed: bool = True,
-        second: BoundedPool | None = None,
+        second: PoolShares | None = None,
         draft_slots: int = 0,
     ) -> None:
         self.capacity = capacity
-        self.second = second
+        self.second, self.second_held = second, 0
         self.draft_slots = draft_slots
         self._page_size = page_size
         self._mixed = mixed
@@ -216,8 +217,8 @@ class KvAccounting:
         if request.prompt_only:
             request.prompt_only = False
             request.est_decode_steps = request.initial_est_decode_steps
-        if self.second is not None:
-            self.second.set_share(request, 0)
+        self.second_held -= request.pool_share
+        request.pool_share = 0
         steps = request.steps_done(self.clock)
         self.num_running -= 1
         self.kv[request.side] -= self._held_pages(request, steps)
@@ -244,8 +245,9 @@ class KvAccounting:
 
     def _charge_second(self, request: ScheduledRequest) -> None:
         if self.second is not None:
-            share = self.second.share(request, request.est_decode_steps)
-            self.second.set_share(request, share)
+            units = share(self.second, request.own, request.est_decode_steps)
+            self.second_held += units - request.pool_share
+            request.pool_share = units
 
     def resize(self, request: ScheduledRequest, own_before: int) -> None:
         """A running request shares more or fewer of its tokens, in whole pages."""
@@ -408,43 +410,16 @@ class KvAccounting:
         if self.num_running == 0:
             return True
         steps = self.corrected_est_decode_steps(request)
-        if self.second is not None and not self.second.fits(
-            request, steps, num_prefixes, self.margin
-        ):
-            return False
+        if self.second is not None:
+            units = share(self.second, request.own, steps)
+            pool = self.second, self.second_held, units, num_prefixes, self.margin
+            if not has_room(*pool):
+                return False
         held, remaining = self._growth(request, steps, request.steps)
         others, most = locked + reserved, self.capacity * (1.0 - self.margin)
         return bool(
             kv_forecast.fits(self._forecast, self.clock, held, remaining, others, most)
         )
-
-
-@dataclass(slots=True)
-class BoundedPool:
-    """The second pool of a model that keeps more than plain KV, as running requests hold it.
-
-    held: units charged to running requests.
-    """
-
-    shares: PoolShares
-    held: int = 0
-
-    def share(self, request: ScheduledRequest, decode_steps: int) -> int:
-        """The most that a request holds if it takes that many steps."""
-        return share(self.shares, request.own, decode_steps)
-
-    def set_share(self, request: ScheduledRequest, units: int) -> None:
-        """Charge a running request. 0 when it leaves."""
-        self.held += units - request.pool_share
-        request.pool_share = units
-
-    def fits(
-        self, request: ScheduledRequest, decode_steps: int, num_prefixes: int,
-        margin: float,
-    ) -> bool:  # fmt: skip
-        """Whether a waiting request fits. For the arguments see ``planner.machine_model``."""
-        units = self.share(request, decode_steps)
-        return has_room(self.shares, self.held, units, num_prefixes, margin)
 
 
 # The decode clock where it does not tick once in each step that decodes. Ticks follow from the

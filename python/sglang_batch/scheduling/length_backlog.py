@@ -9,8 +9,6 @@ before their answers fit (:func:`fill_ahead`), only where the engine asks for it
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from ..planner.kv_lengths import batch_state
@@ -28,13 +26,6 @@ from .step_record import Admission
 _FIRST_SLOTS = 256
 # Requests among which the next one to be computed ahead is looked for.
 _MOST_AHEAD = 256
-
-
-class LengthPlace(NamedTuple):
-    """The length by which a request joins, and its family; see ``JobPlan``."""
-
-    key: int
-    family: int
 
 
 class LengthBacklogs:
@@ -177,11 +168,12 @@ class LengthBacklog(Backlog):
     def tick(self) -> None:
         batch_state.tick(self._batches)
 
-    def _place(self, request: ScheduledRequest) -> LengthPlace:
+    def _place(self, request: ScheduledRequest) -> tuple[int, int]:
+        """The length by which a request joins, and its family; see ``JobPlan``."""
         plan, leaf = self._plan, request.leaf
         if leaf < 0 or plan.length_key is None or plan.family is None:
-            return LengthPlace(request.input_len, NONE)
-        return LengthPlace(int(plan.length_key[leaf]), int(plan.family[leaf]))
+            return request.input_len, NONE
+        return int(plan.length_key[leaf]), int(plan.family[leaf])
 
     def to_park(self) -> list[ScheduledRequest]:
         """Running requests that are to wait on the host from now on: batches of similar

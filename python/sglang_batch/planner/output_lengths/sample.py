@@ -14,6 +14,8 @@ from .estimates import strata
 # Most prompt tokens that the sample may cause to be computed twice, as a share of the job's.
 # A prefix that the sample computes is out of the cache when its other requests run.
 MOST_REPEATED = 0.002
+# Requests that are chosen of each large subtree.
+_MIN_PER_SUBTREE = 5
 # Neighbours that are chosen together to avoid it, and rows of them that are left at least:
 # lengths of one family say little about others.
 _IN_A_ROW = (1, 2, 4, 8, 16, 32)
@@ -27,17 +29,15 @@ def choose_sample(
     requests: PlanRequests,
     *,
     share: float = 0.01,
-    min_per_subtree: int = 5,
     seed: int,
 ) -> Int64s:
     """Requests of unknown output length to run first, int64 indices in DFS order.
 
     They are evenly spaced along the leaves from a random start, so that every subtree
-    is represented. Of a large subtree at least ``min_per_subtree`` are chosen. It is
-    large when, not counting large subtrees below it, it has 1/256 of all requests of
-    unknown length, and enough of them that ``min_per_subtree`` is at most twice their
-    share. The sample is therefore at most three times ``share``. Of a job too small for
-    that, ``min_per_subtree`` requests are chosen in all.
+    is represented. Of a large subtree at least five are chosen. It is large when, not
+    counting large subtrees below it, it has 1/256 of all requests of unknown length, and
+    enough of them that five are at most twice their share. The sample is therefore at most
+    three times ``share``. Of a job too small for that, five requests are chosen in all.
 
     Where their prefixes would take more than 0.2 % of the job's tokens to compute again,
     neighbours are chosen instead, which share prefixes: up to 32 in a row and the rows
@@ -46,22 +46,20 @@ def choose_sample(
     is dear or takes over a quarter of the job, there is no sample.
 
     Raises:
-        InputError: ``share`` is not in (0, 1] or ``min_per_subtree`` is below 1.
+        InputError: ``share`` is not in (0, 1].
     """
     if not 0 < share <= 1:
         raise InputError(f"share={share!r} of a sample must be above 0 and at most 1.")
-    if min_per_subtree < 1:
-        raise InputError(f"min_per_subtree={min_per_subtree!r} must be 1 or more.")
     unknown = requests.without_estimate[tree.order]
     positions = np.flatnonzero(unknown)
-    large = max(len(positions) / 256, min_per_subtree / (2 * share))
+    large = max(len(positions) / 256, _MIN_PER_SUBTREE / (2 * share))
     stratum = strata(tree.parent, tree.leaf_parent, unknown, large)[positions]
     positions = positions[np.argsort(stratum, kind="stable")]
     size = np.bincount(stratum)
     start_size, start_place = np.random.default_rng(seed).random(2)
     # Rounding the running total keeps the sum at the share of the whole.
     wanted = np.diff(np.floor(share * np.cumsum(size) + start_size), prepend=0.0)
-    needed = np.where(size >= min(large, len(positions)), min_per_subtree, 0)
+    needed = np.where(size >= min(large, len(positions)), _MIN_PER_SUBTREE, 0)
     taken = np.minimum(np.maximum(wanted, needed), size).astype(np.int64)
     most_repeated = MOST_REPEATED * tree.num_unique_tokens
     for in_a_row in _IN_A_ROW:

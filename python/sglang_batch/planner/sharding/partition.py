@@ -61,11 +61,6 @@ class Partition:
     memory_s: Floats
     lost_tokens: int
 
-    @property
-    def num_shards(self) -> int:
-        """``k``."""
-        return len(self.compute_s)
-
     def requests_of(self, shard: int) -> Int64s:
         """The requests of a shard in ascending order, int64."""
         return np.flatnonzero(self.shard == shard)

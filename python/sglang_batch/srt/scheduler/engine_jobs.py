@@ -9,14 +9,13 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.runtime_context import get_parallel, get_spec
 
-from ...planner.machine_model import of_states, of_windows
+from ...planner.machine_model import PoolShares, of_states, of_windows
 from ...request import parse_request_id
 from ...scheduling.adapter_slots import AdapterSlots
 from ...scheduling.backlog import Backlog, BacklogMaker
 from ...scheduling.job_plan import JobPlan
 from ...scheduling.job_state import JobState
 from ...scheduling.kv_accounting import (
-    BoundedPool,
     KvAccounting,
     MicroBatches,
     TokenClock,
@@ -441,11 +440,11 @@ def leave_room_for_drafts(scheduler: Any) -> None:
 
 def _second_pool(
     cache: PlannedRadixCache, allocator: Any, step_tokens: int
-) -> BoundedPool | None:
+) -> PoolShares | None:
     """The pool of sliding-window layers or recurrent states. None if the model has neither."""
     if cache.supports_mamba():
         states = int(cache.req_to_token_pool.mamba_allocator.size)
-        return BoundedPool(of_states(states))
+        return of_states(states)
     if not cache.supports_swa():
         return None
     page = int(allocator.page_size)
@@ -454,4 +453,4 @@ def _second_pool(
     capacity = int(allocator.size_swa)
     shares = of_windows(capacity, window, page, step_tokens, late)
     drafts = -(-draft_slots() // page) * page
-    return BoundedPool(shares._replace(row_units=shares.row_units + drafts))
+    return shares._replace(row_units=shares.row_units + drafts)

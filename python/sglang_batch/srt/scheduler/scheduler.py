@@ -244,7 +244,7 @@ class OfflineScheduler(MarkedScheduler):
             "kv_use": dataclasses.asdict(_kv_use(self.jobs)),
             "shares_prefixes": bool(self.sharing.backends),
             "overlapped": bool(self.enable_overlap),
-            "second_pool": None if second is None else [*second.shares],
+            "second_pool": None if second is None else [*second],
             "admissions": self.jobs.recorder.admissions,
             **self.jobs.recorder.totals,
             **self.sharing.totals,

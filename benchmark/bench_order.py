@@ -48,8 +48,6 @@ from sglang_batch.planner.requests import Int32s, Int64s
 from sglang_batch.planner.simulator.simulator import Simulation, simulate
 from sglang_batch.prediction.synthetic_jobs import TRACES
 from sglang_batch.prediction.workloads.mix import (
-    GRID_DENSITIES,
-    GRID_SHARINGS,
     Workload,
     blend,
     combine,
@@ -67,6 +65,9 @@ AMONG = ("dual-scan", "prefix-groups", "dfs", "dfs-weight")
 STEP_TOKENS = (256, 512, 1024, 2048, 4096, 8192)
 ONE_LIMIT = 8192
 LAWS = {"k = 1.47": 1.47, "k = 1.2": 1.2, "plain sum": 1.0, "ideal max": math.inf}
+# BlendServe's 65 simulated workloads, section 5.4.
+GRID_DENSITIES = tuple(round(0.80 + 0.05 * i, 2) for i in range(13))
+GRID_SHARINGS = (0.05, 0.15, 0.25, 0.35, 0.45)
 GRID_LAWS = ("k = 1.47", "k = 1.2", "plain sum")
 # Questions on long documents: requests, density, sharing of prompts, groups by level, mean
 # prompt, variance over squared mean of the output lengths.

@@ -136,7 +136,7 @@ def tree_figure(num_requests: int) -> Figure:
     for _ in range(20):
         # Requests start and end between two questions.
         for leaf in rng.choice(np.flatnonzero(~job.uses.arrays().started), 50, False):
-            job.uses.skip_leaf(int(leaf), int(plan.node[leaf]))
+            job.uses.skip(int(leaf), int(plan.node[leaf]))
         begin = time.thread_time()
         json.dumps(running_tree([job], 50))
         took.append(1e3 * (time.thread_time() - begin))

@@ -204,7 +204,7 @@ class Drive:
             request = self.random.choice(waiting)
             self.job.take(request)
             if request.leaf >= 0:
-                self.job.uses.skip(request)
+                self.job.uses.skip(request.leaf, request.node)
                 self.job.work.ended(request)
                 self.unpin(self.job.uses.spent(request))
             self.end(request)

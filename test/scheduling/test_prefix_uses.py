@@ -183,7 +183,7 @@ class Drive:
     def skip(self) -> None:
         if self.model.to_come:
             leaf = self.random.choice(sorted(self.model.to_come))
-            self.uses.skip(self.requests[leaf])
+            self.uses.skip(leaf, self.requests[leaf].node)
             self.model.to_come.remove(leaf)
             self.let_go_of_spent(self.requests[leaf])
 
@@ -258,14 +258,14 @@ def pinned(positions: list[int]) -> tuple[PrefixUses, list[ScheduledRequest]]:
 
 def test_a_skipped_request_does_not_hide_a_kept_prefix() -> None:
     uses, requests = pinned([0, 1, 2, 3])
-    uses.skip(requests[2])  # the next of the second pair
+    uses.skip(requests[2].leaf, requests[2].node)  # the next of the second pair
     assert uses.furthest() == 2
 
 
 def test_a_skipped_request_changes_what_is_needed_last() -> None:
     uses, requests = pinned([0, 3, 1, 2])
     assert uses.furthest() == 2
-    uses.skip(requests[0])
+    uses.skip(requests[0].leaf, requests[0].node)
     assert uses.furthest() == 1
 
 

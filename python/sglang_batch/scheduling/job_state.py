@@ -168,7 +168,7 @@ class JobState:
         self.adapters[adapter] += 1
         skipped = self._place(request)
         if skipped >= 0:
-            self.uses.skip_leaf(skipped, int(self.plan.node[skipped]))
+            self.uses.skip(skipped, int(self.plan.node[skipped]))
         elif request.leaf >= 0 and self.uses.is_over(request.leaf):
             # It was taken back before it ran, and is sent again.
             self.uses.expect_again(request)

@@ -252,12 +252,8 @@ class PrefixUses:
             del self.computing[node]
         return left
 
-    def skip(self, request: ScheduledRequest) -> None:
-        """A request will never run here."""
-        self.skip_leaf(request.leaf, request.node)
-
-    def skip_leaf(self, leaf: int, node: int) -> None:
-        """The same for the request that the plan has at ``leaf``, below ``node``."""
+    def skip(self, leaf: int, node: int) -> None:
+        """The request that the plan has at ``leaf``, below ``node``, will never run here."""
         self._started[leaf] = True
         for at in self.path(node):
             self._uses_left[at] -= 1

@@ -107,10 +107,6 @@ class SteadyState:
     step: StepSeconds
     requests_per_s: float
 
-    def output_tokens_per_s(self, mix: RequestMix) -> float:
-        """Tokens of answers."""
-        return self.requests_per_s * mix.output_len
-
 
 def steady_state(
     model: ModelSpec,

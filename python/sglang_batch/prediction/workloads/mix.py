@@ -222,12 +222,6 @@ def _scatter(tokens: Int32s, offsets: Int64s, out: Int32s, begin: Int64s) -> Non
 
 # BlendServe's recipe for jobs with a given compute density and prefix sharing ratio.
 
-GRID_DENSITIES = tuple(round(0.80 + 0.05 * i, 2) for i in range(13))
-"""Densities of BlendServe's 65 simulated workloads, section 5.4."""
-
-GRID_SHARINGS = (0.05, 0.15, 0.25, 0.35, 0.45)
-"""Sharing ratios of BlendServe's 65 simulated workloads, section 5.4."""
-
 
 def blend_counts(
     density: float,

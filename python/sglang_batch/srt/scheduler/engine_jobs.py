@@ -397,7 +397,7 @@ class RequestRegistry:
     def skip(self, job: JobState, request: ScheduledRequest) -> None:
         """A request that does not run never will."""
         if request.leaf >= 0:
-            job.uses.skip(request)
+            job.uses.skip(request.leaf, request.node)
             job.work.ended(request)
             self._pinned.unpin_spent(job, request)
         self.forget(job, request)

@@ -1,8 +1,10 @@
-"""Attention in PyTorch for layers that SGLang's ``torch_native`` backend gets wrong.
+"""SGLang's ``torch_native`` attention, faster, and right for more layers.
 
-That backend reads a sliding-window layer's KV at the places of the other layers' KV, though
-the layer has a pool of its own, and it knows neither attention sinks nor drafts. Such layers
-and steps are computed here, and all others by SGLang.
+A step's requests attend together (:mod:`.step_attention`), where SGLang goes from one to the
+next. SGLang's backend also reads a sliding-window layer's KV at the places of the other
+layers' KV, though the layer has a pool of its own, and it knows neither attention sinks nor
+drafts. Such layers and steps are computed here request by request. Encoders, cross-attention
+and values of another size than keys are left to SGLang.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.layers import sampler
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -17,7 +20,11 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.sampling.watermarking.core import _watermark_hash32_torch
 
+from sgl_kernel_ext.decode_attention import DTYPES
+
 from ...errors import EngineError
+from . import packed_linears
+from .step_attention import StepAttention
 
 
 def draft_trees(
@@ -81,8 +88,108 @@ def attend(
     return torch.einsum("hqk,khd->qhd", weights, values)
 
 
-class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
-    """SGLang's backend, with window pools, sinks and drafts."""
+class FastAttention(TorchNativeAttnBackend):  # type: ignore[misc]
+    """SGLang's backend, with the attention of all requests of a step at once."""
+
+    # Of the step whose layers run: its ``seq_lens``, which tell it from others.
+    _step: tuple[torch.Tensor, StepAttention] | None = None
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        self._step = None
+        super().init_forward_metadata(forward_batch)
+
+    def _run_sdpa_forward_extend(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        extend_prefix_lens: torch.Tensor,
+        extend_seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        if encoder_lens is None and _is_fast(query, k_cache, v_cache, options):
+            rows = req_to_token, req_pool_indices, seq_lens, extend_seq_lens
+            return self._attend_step(query, output, k_cache, v_cache, rows, options)
+        stock: torch.Tensor = super()._run_sdpa_forward_extend(
+            query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens,
+            extend_prefix_lens, extend_seq_lens, encoder_lens, **options,
+        )  # fmt: skip
+        return stock
+
+    def _run_sdpa_forward_decode(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        # Not causal means that there is one query: it sees everything before it.
+        seen = {**options, "causal": not options.get("is_cross_attn")}
+        if encoder_lens is None and _is_fast(query, k_cache, v_cache, seen):
+            rows = req_to_token, req_pool_indices, seq_lens, None
+            return self._attend_step(query, output, k_cache, v_cache, rows, options)
+        stock: torch.Tensor = super()._run_sdpa_forward_decode(
+            query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens,
+            encoder_lens, **options,
+        )  # fmt: skip
+        return stock
+
+    def _attend_step(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """Attention of one layer.
+
+        rows: ``req_to_token``, and of each request its row there, its length, and the tokens
+            that are computed, of which None means one.
+        """
+        table, indices, seq_lens, counts = rows
+        if self._step is None or self._step[0] is not seq_lens:
+            ends = seq_lens.numpy().astype(np.int64)
+            one = np.ones_like(ends)
+            step = StepAttention(
+                table,
+                indices.numpy().astype(np.int64),
+                ends,
+                one if counts is None else counts.numpy().astype(np.int64),
+                2 * k_cache[0].nbytes,
+            )
+            self._step = seq_lens, step
+        scale, window = options["scaling"], options.get("sliding_window_size")
+        step = self._step[1]
+        output.copy_(step.attend(query, k_cache, v_cache, scale, window))
+        return output
+
+
+def _is_fast(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: Any
+) -> bool:
+    return (
+        bool(options.get("causal"))
+        and options.get("scaling") is not None
+        and query.dtype in DTYPES
+        and keys.dtype in DTYPES
+        and query.shape[-1] == keys.shape[-1] == values.shape[-1]
+    )
+
+
+class CpuAttention(FastAttention):
+    """The same with window pools, sinks and drafts."""
 
     _attend = staticmethod(attend)
 
@@ -194,6 +301,7 @@ def use_rows() -> None:
     global _library
     if _library is not None:
         return
+    packed_linears.leave_to_torch()
     _library = torch.library.Library("aten", "IMPL")
     for name, function in _ROW_BY_ROW.items():
         _library.impl(name, function, "CPU", allow_override=True)

@@ -23,7 +23,7 @@ from sglang.srt.runtime_context import get_exec
 from sgl_kernel_ext import draft_verification as drafts
 from sgl_kernel_ext import recurrent_layers as kernels
 
-from .cpu_attention import BatchInvariantAttention, CpuAttention
+from .cpu_attention import BatchInvariantAttention, CpuAttention, FastAttention
 
 # Backends that SGLang chooses for some models whatever the device is.
 NAMES = ("torch_native", "triton")
@@ -46,7 +46,7 @@ def make_backend(model_runner: Any) -> TorchNativeAttnBackend:
     speculates = not model_runner.spec_algorithm.is_none()
     if model_runner.is_hybrid_swa or model.has_attention_sinks or speculates:
         return CpuAttention(model_runner)
-    return TorchNativeAttnBackend(model_runner)
+    return FastAttention(model_runner)
 
 
 def _attend_latents() -> None:

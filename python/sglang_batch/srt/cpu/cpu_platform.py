@@ -63,8 +63,9 @@ class TorchNativeCpuPlatform(CpuDeviceMixin, interface.SRTPlatform):  # type: ig
         # Imported where a model is: it imports torch.
         from sglang.srt import batch_invariant_ops
 
-        from . import cpu_attention, cpu_backends
+        from . import cpu_attention, cpu_backends, packed_linears
 
+        packed_linears.use()
         cpu_backends.use_pytorch()
         cpu_backends.register()
         cpu_backends.do_without()

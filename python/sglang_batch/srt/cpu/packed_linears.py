@@ -1,0 +1,185 @@
+"""Linear layers on a CPU, with weights that oneDNN has laid out for its kernels.
+
+torch multiplies float32 matrices by MKL, which leaves AVX-512 unused on processors of other
+makers, and lays a bfloat16 weight out at each call. SGLang's own layers keep their weights,
+which may be updated while the engine runs; the copies that oneDNN reads are made again then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import psutil
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.quantization import unquant
+from sglang.srt.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from sglang.srt.model_executor.model_runner_components.weight_updater import (
+    WeightUpdater,
+)
+
+# Most memory for copies, as a share of the machine's. Layers beyond it are not packed.
+_MOST_MEMORY = 1 / 8
+# Methods of SGLang that change weights in place.
+_UPDATES = (
+    "update_weights_from_disk", "load_weights_from_distributed", "update_weights_from_tensor",
+    "update_weights_from_ipc", "begin_weight_update", "end_weight_update",
+)  # fmt: skip
+_PACKED = "_sglang_batch_packed"
+
+
+class _Copies:
+    """The copies of this process.
+
+    version: of the weights. A copy of an older one is stale.
+    num_bytes: of all copies.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.num_bytes = 0
+        self.are_used = True
+
+    def pack(self, layer: torch.nn.Module) -> torch.Tensor | None:
+        """A layer's weight in oneDNN's layout, or None if it is not packed."""
+        weight = layer.weight
+        if getattr(layer, _PACKED, None) is None:
+            num_bytes = weight.numel() * weight.element_size()
+            most = _MOST_MEMORY * psutil.virtual_memory().total
+            if not _is_supported(weight) or self.num_bytes + num_bytes > most:
+                setattr(layer, _PACKED, (self.version, None))
+                return None
+            self.num_bytes += num_bytes
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        setattr(layer, _PACKED, (self.version, packed))
+        return packed
+
+    def of(self, layer: torch.nn.Module) -> torch.Tensor | None:
+        """The copy of a layer that was packed when it was loaded, if it was."""
+        version, packed = getattr(layer, _PACKED, None) or (0, None)
+        if packed is not None and version != self.version:
+            return self.pack(layer)
+        return packed
+
+
+_copies = _Copies()
+
+
+def _is_supported(weight: torch.Tensor) -> bool:
+    if weight.device.type != "cpu" or weight.dim() != 2:
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
+
+
+def _linear(
+    layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The layer's output for ``[..., in_features]``, or None where it has no copy for it."""
+    if not _copies.are_used or torch.compiler.is_compiling() or not x.numel():
+        return None
+    packed = _copies.of(layer)
+    if packed is None or x.dtype != packed.dtype:
+        return None
+    output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+        x, packed, bias, "none", [], ""
+    )
+    return output
+
+
+def leave_to_torch() -> None:
+    """Compute the linear layers of this process by torch, as if nothing were packed."""
+    _copies.are_used = False
+
+
+def use() -> None:
+    """Pack the linear layers of models that this process loads. Later calls do nothing."""
+    method = unquant.UnquantizedLinearMethod
+    if not torch.backends.mkldnn.is_available() or hasattr(method, _PACKED):
+        return
+    setattr(method, _PACKED, True)
+    for each in (method, unquant.UnquantizedEmbeddingMethod):
+        each.process_weights_after_loading = _then_pack(
+            each.process_weights_after_loading
+        )
+        each.apply = _or_packed(each.apply)
+    LogitsProcessor._compute_lm_head = _or_packed_head(LogitsProcessor._compute_lm_head)
+    for name in _UPDATES:
+        setattr(WeightUpdater, name, _then_stale(getattr(WeightUpdater, name)))
+
+
+def _then_pack(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def process_weights_after_loading(method: Any, layer: torch.nn.Module) -> None:
+        original(method, layer)
+        # Of an embedding, rows are read. If it is the head, too, it is packed at its first use.
+        if isinstance(layer, ParallelLMHead) or not isinstance(
+            layer, VocabParallelEmbedding
+        ):
+            _copies.pack(layer)
+
+    return process_weights_after_loading
+
+
+def _or_packed(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(original)
+    def apply(
+        method: Any,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        found = _linear(layer, x, bias)
+        return original(method, layer, x, bias) if found is None else found
+
+    return apply
+
+
+def _or_packed_head(
+    original: Callable[..., torch.Tensor],
+) -> Callable[..., torch.Tensor]:
+    @wraps(original)
+    def compute(
+        processor: Any,
+        hidden_states: torch.Tensor,
+        lm_head: torch.nn.Module,
+        embedding_bias: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        weight = getattr(lm_head, "weight", None)
+        is_plain = (
+            isinstance(weight, torch.Tensor)
+            and embedding_bias is None
+            and not hasattr(lm_head, "set_lora")
+            and processor.rl_on_policy_target is None
+            and not (processor.use_fp32_lm_head and weight.dtype != torch.float32)
+        )
+        found = None
+        if is_plain and weight is not None:
+            if not hasattr(lm_head, _PACKED):  # tied to the embedding
+                _copies.pack(lm_head)
+            found = _linear(lm_head, hidden_states.to(weight.dtype), None)
+        if found is None:
+            found = original(
+                processor, hidden_states, lm_head, embedding_bias, **options
+            )
+        return found
+
+    return compute
+
+
+def _then_stale(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def update(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _copies.version += 1
+
+    return update

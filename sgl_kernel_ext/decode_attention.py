@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -44,13 +44,13 @@ def _exp(x):  # type: ignore[no-untyped-def]
     return power * np.int32((np.int32(whole) + np.int32(127)) << 23).view(np.float32)
 
 
-def _value(x):  # type: ignore[no-untyped-def]
+def _value(x: Any) -> Any:
     """A value of the KV cache as float32, also from the bits of a bfloat16."""
     raise NotImplementedError("only compiled code calls it")
 
 
 @overload(_value, inline="always")
-def _compiled_value(x):  # type: ignore[no-untyped-def]
+def _compiled_value(x: Any) -> Callable[[Any], Any]:
     if x == numba.types.uint16:
         return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
     return lambda x: x
@@ -160,7 +160,7 @@ def attend_decodes(
     parts = np.arange(1, number) * tokens[-1] // number
     ends = [0, *np.searchsorted(tokens, parts), len(rows)]
     calls = [
-        _threads(number).submit(_attend, *arrays, first, last)
+        _threads(number).submit(partial(_attend, *arrays, first, last))
         for first, last in pairwise(ends)
     ]
     for call in calls:

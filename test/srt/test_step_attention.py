@@ -232,16 +232,18 @@ def test_linear_layers_compute_as_before(
 
 
 def test_weights_that_are_updated_are_packed_again(
-    packing: packed_linears._Copies,
+    packing: packed_linears._Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method = unquant.UnquantizedLinearMethod()
     layer, x = layer_of(torch.randn(8, 16)), torch.randn(3, 16)
     method.process_weights_after_loading(layer)
     size = packing.num_bytes
-    model = SimpleNamespace(load_weights=lambda named: layer.weight.data.copy_(named))
+    model = torch.nn.Module()
+    object.__setattr__(model, "load_weights", layer.weight.data.copy_)
     updater = object.__new__(WeightUpdater)
     # It is frozen.
-    vars(updater).update(get_model=lambda: model, _assert_weight_cache_inactive=print)
+    object.__setattr__(updater, "get_model", lambda: model)
+    monkeypatch.setattr(WeightUpdater, "_assert_weight_cache_inactive", print)
     new = torch.randn(8, 16)
     done, message = updater.load_weights_from_distributed(new)
     assert done, message

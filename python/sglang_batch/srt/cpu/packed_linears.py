@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.quantization import unquant
@@ -75,7 +75,7 @@ def _is_supported(weight: torch.Tensor) -> bool:
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
+    return bool(weight.dtype == torch.float32)
 
 
 def _linear(

@@ -49,7 +49,7 @@ def _value(x: Any) -> Any:
     raise NotImplementedError("only compiled code calls it")
 
 
-@overload(_value, inline="always")
+@overload(_value, inline="always")  # type: ignore[untyped-decorator]
 def _compiled_value(x: Any) -> Callable[[Any], Any]:
     if x == numba.types.uint16:
         return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)

@@ -44,13 +44,13 @@ def _exp(x):  # type: ignore[no-untyped-def]
     return power * np.int32((np.int32(whole) + np.int32(127)) << 23).view(np.float32)
 
 
-def _value(x: Any) -> Any:
+def _value(x):  # type: ignore[no-untyped-def]
     """A value of the KV cache as float32, also from the bits of a bfloat16."""
     raise NotImplementedError("only compiled code calls it")
 
 
-@overload(_value, inline="always")  # type: ignore[untyped-decorator]
-def _compiled_value(x: Any) -> Callable[[Any], Any]:
+@overload(_value, inline="always")
+def _compiled_value(x):  # type: ignore[no-untyped-def]
     if x == numba.types.uint16:
         return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
     return lambda x: x
@@ -88,7 +88,7 @@ def _attend(  # type: ignore[no-untyped-def]
                         query = queries[g]
                         dot = np.float32(0)
                         for d in range(dim):
-                            dot += query[d] * _value(key[d])
+                            dot += query[d] * _value(key[d])  # type: ignore[no-untyped-call]
                         logits[g, i] = dot
                 for g in range(group):
                     row, total = logits[g], sums[g]
@@ -110,7 +110,7 @@ def _attend(  # type: ignore[no-untyped-def]
                     for g in range(group):
                         power, total = logits[g, i], sums[g]
                         for d in range(dim):
-                            total[d] += power * _value(value[d])
+                            total[d] += power * _value(value[d])  # type: ignore[no-untyped-call]
             for g in range(group):
                 for d in range(dim):
                     out[b, kv_head * group + g, d] = sums[g, d] / weight[g]

@@ -238,7 +238,7 @@ def simulated_traces(options: argparse.Namespace) -> tuple[Figures, Figures, Fig
 def split_figures(trace: int, found: TraceFigures) -> Figures:
     figures = []
     for split in found.splits:
-        k = len(split.compute_s)
+        k = split.num_shards
         name, counts = f"trace {trace}, {k} shards: ", k == 4
         # The paper's speed-ups, lowest and highest.
         note = {2: "paper 1.85 to 1.93", 4: "paper 3.78 to 3.88"}.get(k, "")
@@ -265,7 +265,7 @@ def print_shards(found: dict[int, TraceFigures]) -> None:
         ]
         for trace, each in found.items()
         for split in each.splits
-        if len(split.compute_s) == 4
+        if split.num_shards == 4
     ]
     print_table(
         "Seconds of each of 4 shards / its lower bound",

@@ -92,10 +92,10 @@ class FastAttention(TorchNativeAttnBackend):  # type: ignore[misc]
     """SGLang's backend, with the attention of all requests of a step at once."""
 
     # Of the step whose layers run: its ``seq_lens``, which tell it from others.
-    _step: tuple[torch.Tensor, StepAttention] | None = None
+    _together: tuple[torch.Tensor, StepAttention] | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        self._step = None
+        self._together = None
         super().init_forward_metadata(forward_batch)
 
     def _run_sdpa_forward_extend(
@@ -159,7 +159,7 @@ class FastAttention(TorchNativeAttnBackend):  # type: ignore[misc]
             that are computed, of which None means one.
         """
         table, indices, seq_lens, counts = rows
-        if self._step is None or self._step[0] is not seq_lens:
+        if self._together is None or self._together[0] is not seq_lens:
             ends = seq_lens.numpy().astype(np.int64)
             one = np.ones_like(ends)
             step = StepAttention(
@@ -169,9 +169,9 @@ class FastAttention(TorchNativeAttnBackend):  # type: ignore[misc]
                 one if counts is None else counts.numpy().astype(np.int64),
                 2 * k_cache[0].nbytes,
             )
-            self._step = seq_lens, step
+            self._together = seq_lens, step
         scale, window = options["scaling"], options.get("sliding_window_size")
-        step = self._step[1]
+        step = self._together[1]
         output.copy_(step.attend(query, k_cache, v_cache, scale, window))
         return output
 

@@ -47,7 +47,7 @@ class ModeServer(SoakServer):
         super().__init__(model, directory, **config)
         self._port = soak_server._free_port()
         self.url = f"http://127.0.0.1:{self._port}"
-        self._command += [
+        self._arguments += [
             *(f"--port={self._port}", f"--disaggregation-mode={mode}"),
             *("--disaggregation-transfer-backend=tcp", *args),
         ]
@@ -55,8 +55,8 @@ class ModeServer(SoakServer):
     def launch(self) -> None:
         """Start without waiting."""
         with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command,
+            self._process = soak_server.launch(
+                self._arguments,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -164,11 +164,11 @@ def test_the_backend_computes_as_sglangs(kind: str) -> None:
         options: dict[str, Any] = {"scaling": 0.25, "enable_gqa": True}
         arguments = [q, torch.empty_like(q), k, v, step.table, *rows]
         if kind == "decodes":
-            out = made._run_sdpa_forward_decode(*arguments, **options)
+            out = made._run_sdpa_forward_decode(*arguments, None, **options)
         else:
             counts = torch.from_numpy(step.counts)
             out = made._run_sdpa_forward_extend(
-                *arguments, rows[1] - counts, counts, causal=True, **options
+                *arguments, rows[1] - counts, counts, None, causal=True, **options
             )
         found.append(out)
     torch.testing.assert_close(found[1], found[0], atol=2e-5, rtol=2e-5)

@@ -58,16 +58,11 @@ class AnswerFeedback:
         self._wanted = max(_MIN_ANSWERS, int(_MIN_SHARE * self._num_unknown))
         self._without_sample = max(self._wanted, _BESIDE_SAMPLE * len(self._sample))
 
-    @property
-    def has_learned(self) -> bool:
-        """Whether a plan was due."""
-        return self._num_plans > 0
-
     def grow(self, sample: Int64s, num_unknown: int, *, grows: bool) -> None:
         """The job has more requests; the arguments are those of the constructor, and a
         sample counts only until a plan was due."""
         self._num_unknown = num_unknown
-        if not self.has_learned:
+        if not self._num_plans:
             self._wait_for(sample)
         if not grows and not num_unknown:
             self._stop_learning()

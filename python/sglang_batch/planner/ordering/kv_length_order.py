@@ -99,7 +99,8 @@ def length_aligned_order(
     """
     capacity = GROUP_SHARE * kv_capacity_tokens
     lengths = est_output_len[tree.order]
-    kv = _kv_below(tree, lengths)
+    # Tokens of KV below each node when all of its requests end, prefixes once.
+    kv = tree.unique_tokens_below() + tree.subtree_sums(lengths)
     family = _families(tree, cost, lengths, kv <= capacity)
     block = _blocks(tree.parent, tree.depth, tree.leaf_parent, kv > capacity)
     key = tree.input_len.astype(np.int64)
@@ -116,11 +117,6 @@ def length_aligned_order(
     keys[tree.order], families[tree.order] = key, family
     found = LengthKeys(GROUPS, keys, families, max_wait_steps)
     return Order(tree.order[by_leaf], lengths=found)
-
-
-def _kv_below(tree: PrefixTree, lengths: Floats) -> Floats:
-    """Tokens of KV below each node when all of its requests end, prefixes once, float64 ``[m]``."""
-    return tree.unique_tokens_below() + tree.subtree_sums(lengths)
 
 
 def _families(

@@ -184,7 +184,7 @@ def _loads(
 ) -> Partition:
     """The shards of these leaves, int32 ``[n]``, by leaf in place of by request."""
     shared = shared_within_shards(tree.lcp, leaf_shard, num_shards)
-    compute = _prefill_s(cost, tree.input_len) - _prefill_s(cost, shared)
+    compute = cost.prefill_time_s(tree.input_len, 0) - cost.prefill_time_s(shared, 0)
     compute += work.decode_s
     return Partition(
         leaf_shard,
@@ -192,11 +192,6 @@ def _loads(
         np.bincount(leaf_shard, work.memory_s, num_shards).astype(np.float64),
         int(tree.lcp.sum(dtype=np.int64) - shared.sum(dtype=np.int64)),
     )
-
-
-def _prefill_s(cost: CostModel, num_tokens: Int32s) -> Floats:
-    """Compute time of whole prompts, in seconds."""
-    return cost.prefill_time_s(num_tokens, 0)
 
 
 # --- From the tree to units.
@@ -222,11 +217,11 @@ def _shares(tree: PrefixTree, cost: CostModel, work: LeafWork) -> _Shares:
     total, total_memory = float(nodes[0]), float(memory[0])
     scale = 1.0 / total if total > 0 else 0.0
     memory_scale = 1.0 / total_memory if total_memory > 0 else 0.0
-    leaves = _prefill_s(cost, tree.input_len) + work.decode_s
+    leaves = cost.prefill_time_s(tree.input_len, 0) + work.decode_s
     return _Shares(
         compute=np.concatenate([nodes, leaves]) * scale,
         memory=np.concatenate([memory, work.memory_s]) * memory_scale,
-        prefix=_prefill_s(cost, tree.depth) * scale,
+        prefix=cost.prefill_time_s(tree.depth, 0) * scale,
         compute_s=total,
         memory_s=total_memory,
     )

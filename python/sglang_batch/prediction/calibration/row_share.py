@@ -218,14 +218,9 @@ def _fit_all(
     """The fits of all w worth trying, and the index of the best."""
     weight = _weight(measured, importance)
     bends = _stationary(measured, ratios, weight)
-    fits = _fit_each(measured, np.concatenate([bends, _tries(ratios)]), weight)
-    return fits, int(np.argmin(fits.squares))
-
-
-def _tries(ratios: Floats) -> Floats:
-    """Each ratio of sum to longest, and values between neighbours."""
     between = [np.geomspace(low, high, _TRIES) for low, high in pairwise(ratios)]
-    return np.concatenate(between)
+    fits = _fit_each(measured, np.concatenate([bends, *between]), weight)
+    return fits, int(np.argmin(fits.squares))
 
 
 def _stationary(measured: _Columns, ratios: Floats, weight: Floats) -> Floats:

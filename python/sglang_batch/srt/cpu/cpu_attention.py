@@ -98,51 +98,21 @@ class FastAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         self._together = None
         super().init_forward_metadata(forward_batch)
 
-    def _run_sdpa_forward_extend(
-        self,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        extend_prefix_lens: torch.Tensor,
-        extend_seq_lens: torch.Tensor,
-        encoder_lens: torch.Tensor | None = None,
-        **options: Any,
-    ) -> torch.Tensor:
-        if encoder_lens is None and _is_fast(query, k_cache, v_cache, options):
-            rows = req_to_token, req_pool_indices, seq_lens, extend_seq_lens
-            return self._attend_step(query, output, k_cache, v_cache, rows, options)
-        stock: torch.Tensor = super()._run_sdpa_forward_extend(
-            query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens,
-            extend_prefix_lens, extend_seq_lens, encoder_lens, **options,
-        )  # fmt: skip
-        return stock
+    def _run_sdpa_forward_extend(self, *args: Any, **options: Any) -> torch.Tensor:
+        *rest, _, counts, encoder_lens = args
+        stock = super()._run_sdpa_forward_extend
+        if encoder_lens is not None or not _is_fast(args, options):
+            return stock(*args, **options)
+        return self._attend_step(*rest, counts, options=options)
 
-    def _run_sdpa_forward_decode(
-        self,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        encoder_lens: torch.Tensor | None = None,
-        **options: Any,
-    ) -> torch.Tensor:
-        # Not causal means that there is one query: it sees everything before it.
+    def _run_sdpa_forward_decode(self, *args: Any, **options: Any) -> torch.Tensor:
+        *rest, encoder_lens = args
+        stock = super()._run_sdpa_forward_decode
+        # SGLang does not call it causal: there is one query, which sees everything before it.
         seen = {**options, "causal": not options.get("is_cross_attn")}
-        if encoder_lens is None and _is_fast(query, k_cache, v_cache, seen):
-            rows = req_to_token, req_pool_indices, seq_lens, None
-            return self._attend_step(query, output, k_cache, v_cache, rows, options)
-        stock: torch.Tensor = super()._run_sdpa_forward_decode(
-            query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens,
-            encoder_lens, **options,
-        )  # fmt: skip
-        return stock
+        if encoder_lens is not None or not _is_fast(args, seen):
+            return stock(*args, **options)
+        return self._attend_step(*rest, None, options=options)
 
     def _attend_step(
         self,
@@ -150,7 +120,7 @@ class FastAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         output: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
-        rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+        *rows: torch.Tensor | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
         """Attention of one layer.
@@ -159,14 +129,16 @@ class FastAttention(TorchNativeAttnBackend):  # type: ignore[misc]
             that are computed, of which None means one.
         """
         table, indices, seq_lens, counts = rows
+        assert table is not None and indices is not None and seq_lens is not None
         if self._together is None or self._together[0] is not seq_lens:
             ends = seq_lens.numpy().astype(np.int64)
-            one = np.ones_like(ends)
             step = StepAttention(
                 table,
                 indices.numpy().astype(np.int64),
                 ends,
-                one if counts is None else counts.numpy().astype(np.int64),
+                np.ones_like(ends)
+                if counts is None
+                else counts.numpy().astype(np.int64),
                 2 * k_cache[0].nbytes,
             )
             self._together = seq_lens, step
@@ -176,9 +148,8 @@ class FastAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         return output
 
 
-def _is_fast(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: Any
-) -> bool:
+def _is_fast(args: tuple[torch.Tensor, ...], options: dict[str, Any]) -> bool:
+    query, _, keys, values = args[:4]
     return (
         bool(options.get("causal"))
         and options.get("scaling") is not None

@@ -13,6 +13,7 @@ from ..config import AUTO, ORDERS, POLICY_HELP, add_setting
 from ..errors import ConfigError, InputError
 from ..planner.choosing.ways import Box
 from ..run.option_types import (
+    add_arguments,
     at_least_0,
     count,
     exponent,
@@ -100,19 +101,18 @@ def add_plan(commands: Subparsers, run: Callable[..., int]) -> None:
         "the tokenizer are read",
     )  # fmt: skip
     add_setting(plan, "policy", f"Default: {AUTO}. {POLICY_HELP}", default=AUTO)
-    plan.add_argument(
-        "--compare", nargs="+", choices=ORDERS, default=(), metavar="POLICY",
-        help="further orders to predict",
-    )  # fmt: skip
-    plan.add_argument(
-        "--default-output-len", type=count, metavar="TOKENS",
-        help="mean length of answers of unknown length (default: the least of a third "
-        "of the mean limit, the mean of the known lengths, and 256)",
-    )  # fmt: skip
-    plan.add_argument(
-        "--steps", type=Path, metavar="FILE",
-        help="steps of a run, a .csv file that a server logged",
-    )  # fmt: skip
+    add_arguments(
+        plan,
+        """
+--compare POLICY             further orders to predict
+--default-output-len TOKENS  mean length of answers of unknown length (default: the least of a
+                             third of the mean limit, the mean of the known lengths, and 256)
+--steps FILE                 steps of a run, a .csv file that a server logged
+""",
+        compare={"nargs": "+", "choices": ORDERS, "default": ()},
+        default_output_len={"type": count},
+        steps={"type": Path},
+    )
     add_machine(plan, hardware="the GPU of this machine, otherwise cpu")
     add_choice(plan)
     _add_output(plan)
@@ -223,14 +223,15 @@ class _StoreLengths(argparse.Action):
 def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     add_setting(group, "seed", "Default: 0", default=0, metavar="N")
-    group.add_argument(
-        "--json", action="store_true", help="print JSON instead of tables"
+    add_arguments(
+        group,
+        """
+--json       print JSON instead of tables
+--plot FILE  also draw a .png figure: the time and the cache hits of each order, and how busy
+             the device is; or the steps of --steps
+""",
+        plot={"type": Path},
     )
-    group.add_argument(
-        "--plot", type=Path, metavar="FILE",
-        help="also draw a .png figure: the time and the cache hits of each order, and "
-        "how busy the device is; or the steps of --steps",
-    )  # fmt: skip
 
 
 # The options that describe a machine, for ``plan`` and ``simulate``.
@@ -247,19 +248,17 @@ def add_machine(parser: argparse.ArgumentParser, *, hardware: str) -> None:
     from ..srt.compat.command_line import add_options
 
     group = parser.add_argument_group("machine")
-    group.add_argument(
-        "--hardware", metavar="NAME",
-        help="device, such as a100-sxm-80gb, h100-sxm or cpu, with --choose several of "
-        f"them, such as 8xh200-sxm (default: {hardware})",
-    )  # fmt: skip
-    group.add_argument(
-        "--compute-tflops", type=positive, metavar="X",
-        help="measured 16-bit TFLOP/s of the device (default: its datasheet's)",
-    )  # fmt: skip
-    group.add_argument(
-        "--bandwidth-tbs", type=positive, metavar="Y",
-        help="measured memory bandwidth in TB/s (default: its datasheet's)",
-    )  # fmt: skip
+    add_arguments(
+        group,
+        f"""
+--hardware NAME     device, such as a100-sxm-80gb, h100-sxm or cpu, with --choose several of
+                    them, such as 8xh200-sxm (default: {hardware})
+--compute-tflops X  measured 16-bit TFLOP/s of the device (default: its datasheet's)
+--bandwidth-tbs Y   measured memory bandwidth in TB/s (default: its datasheet's)
+""",
+        compute_tflops={"type": positive},
+        bandwidth_tbs={"type": positive},
+    )
     add_options(
         group, "tp_size", also=("--tp",), dest="tp", type=count, default=1, metavar="N",
         help="devices that share the model (default: 1)",
@@ -278,27 +277,22 @@ def add_machine(parser: argparse.ArgumentParser, *, hardware: str) -> None:
         help="most tokens in one step, prompts and answers together (default: 2048)",
     )  # fmt: skip
     add_setting(group, "max_wait_steps", metavar="N")
-    group.add_argument(
-        "--shared-prefix-attention", action="store_true",
-        help="read a prefix that running requests share once for all of them, as an "
-        "offline server does on the GPUs in docs/kernels.md",
-    )  # fmt: skip
-    group.add_argument(
-        "--row-share", type=at_least_0, metavar="W",
-        help="one row alone uses at most 1/W of the bandwidth, so that the longest one "
-        "may decide a decode step (default: what `sglang-batch calibrate` measured for "
-        "this device and shape of KV, otherwise 0)",
-    )  # fmt: skip
-    group.add_argument(
-        "--padded-attention", action="store_true",
-        help="read as much KV for every row as for the longest, as in dense batches",
-    )  # fmt: skip
-    group.add_argument(
-        "--overlap", type=exponent, default=OVERLAP, metavar="K",
-        help="overlap of compute and memory time in a step: 1 is none, as in SGLang "
-        "today; 1.47 fits BlendServe's results; inf is perfect "
-        f"(default: {OVERLAP:g})",
-    )  # fmt: skip
+    add_arguments(
+        group,
+        f"""
+--shared-prefix-attention  read a prefix that running requests share once for all of them, as
+                           an offline server does on the GPUs in docs/kernels.md
+--row-share W              one row alone uses at most 1/W of the bandwidth, so that the longest
+                           one may decide a decode step (default: what `sglang-batch calibrate`
+                           measured for this device and shape of KV, otherwise 0)
+--padded-attention         read as much KV for every row as for the longest, as in dense batches
+--overlap K                overlap of compute and memory time in a step: 1 is none, as in SGLang
+                           today; 1.47 fits BlendServe's results; inf is perfect (default:
+                           {OVERLAP:g})
+""",
+        row_share={"type": at_least_0},
+        overlap={"type": exponent, "default": OVERLAP},
+    )
 
 
 # The options of ``--choose``, for ``plan`` and ``simulate``.
@@ -310,40 +304,33 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 def add_choice(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     group = parser.add_argument_group("choice of a way to run")
-    group.add_argument(
-        "--choose", action="store_true",
-        help="search how to spread the model over the devices of --hardware (such as "
-        "8xh200-sxm), the size of steps and more, simulate the best ways on this job, "
-        "and print SGLang's options for the fastest",
-    )  # fmt: skip
-    group.add_argument(
-        "--allow-quantization", nargs="+", metavar="METHOD", default=(),
-        help="with --choose: also try these of SGLang's methods, such as fp8. They change "
-        "answers, so they are marked, and the choice is among the others",
-    )  # fmt: skip
-    group.add_argument(
-        "--allow-kv-cache-dtype", nargs="+", metavar="DTYPE", default=(),
-        help="with --choose: also try KV of these, such as fp8_e4m3; marked as well",
-    )  # fmt: skip
-    group.add_argument(
-        "--fleet", nargs="+", metavar="[N]x[DEVICE][=PRICE]",
-        help="with --choose: several kinds of servers in place of --hardware, with the "
-        "price of a device for an hour, such as 8xh200-sxm=3.5 8xh100-sxm=2.2",
-    )  # fmt: skip
-    group.add_argument(
-        "--price-per-gpu-hour", type=positive, metavar="PRICE",
-        help="price of a device for an hour, for the cost of each order; with --choose, "
-        "where --fleet and --prices have none",
-    )  # fmt: skip
-    group.add_argument(
-        "--prices", type=Path, metavar="FILE",
-        help='with --choose: JSON with prices by device, {"h200-sxm": 3.5, ...}',
-    )  # fmt: skip
-    group.add_argument(
-        "--deadline", type=duration, metavar="TIME",
-        help="with --choose: say how many servers of each kind end the job in this time, "
-        "such as 90m or 6h, and which of them cost least",
-    )  # fmt: skip
+    add_arguments(
+        group,
+        """
+--choose                      search how to spread the model over the devices of --hardware
+                              (such as 8xh200-sxm), the size of steps and more, simulate the
+                              best ways on this job, and print SGLang's options for the fastest
+--allow-quantization METHOD   with --choose: also try these of SGLang's methods, such as fp8.
+                              They change answers, so they are marked, and the choice is among
+                              the others
+--allow-kv-cache-dtype DTYPE  with --choose: also try KV of these, such as fp8_e4m3; marked as
+                              well
+--fleet [N]x[DEVICE][=PRICE]  with --choose: several kinds of servers in place of --hardware,
+                              with the price of a device for an hour, such as 8xh200-sxm=3.5
+                              8xh100-sxm=2.2
+--price-per-gpu-hour PRICE    price of a device for an hour, for the cost of each order; with
+                              --choose, where --fleet and --prices have none
+--prices FILE                 with --choose: JSON with prices by device, {"h200-sxm": 3.5, ...}
+--deadline TIME               with --choose: say how many servers of each kind end the job in
+                              this time, such as 90m or 6h, and which of them cost least
+""",
+        allow_quantization={"nargs": "+", "default": ()},
+        allow_kv_cache_dtype={"nargs": "+", "default": ()},
+        fleet={"nargs": "+"},
+        price_per_gpu_hour={"type": positive},
+        prices={"type": Path},
+        deadline={"type": duration},
+    )
 
 
 def check_choice(options: argparse.Namespace) -> None:
@@ -467,13 +454,14 @@ def add_calibrate(commands: Any, run: Callable[..., int]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--rows", type=whole(MIN_ROWS), metavar="N",
-        help="requests in a batch (default: up to 64, by the engine's limits)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tokens", type=count, metavar="N",
-        help="prompt tokens in a batch, all requests together (default: up to 65,536, "
-        "on a CPU up to 8,192, by the engine's KV and context)",
-    )  # fmt: skip
+    add_arguments(
+        parser,
+        """
+--rows N    requests in a batch (default: up to 64, by the engine's limits)
+--tokens N  prompt tokens in a batch, all requests together (default: up to 65,536, on a CPU up
+            to 8,192, by the engine's KV and context)
+""",
+        rows={"type": whole(MIN_ROWS)},
+        tokens={"type": count},
+    )
     parser.set_defaults(run=run)

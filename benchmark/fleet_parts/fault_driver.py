@@ -20,8 +20,7 @@ from pathlib import Path
 
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.fleet.fleet_engine import FleetEngine
-from sglang_batch.fleet.ray.ray_fleet import join_cluster
-from sglang_batch.fleet.ray.ray_place import RayPlace
+from sglang_batch.fleet.ray.ray_fleet import RayPlace, join_cluster
 from sglang_batch.job.job import Job, JobOptions
 from sglang_batch.request import BatchRequestInput, RequestOutput, named_job_id
 from sglang_batch.run.backend_options import started

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_batch.run.client.tree_command import tree_text
+from sglang_batch.run.client.client_commands import tree_text
 
 NODE = {
     "job": "batch_1", "node": 3, "parent": 0, "prefix_tokens": 1200, "tokens": 1200,

@@ -172,7 +172,7 @@ def ways(scheduler_class: Any) -> None:
 
 def trial(scheduler: Any) -> dict[str, Any]:
     """A trial of a few shapes, as a GPU makes one."""
-    from sglang_batch.srt.overlap.overlap_trial import OverlapTrial
+    from sglang_batch.srt.overlap.overlap_choice import OverlapTrial
 
     allocator = scheduler.token_to_kv_pool_allocator
     before = allocator.available_size()

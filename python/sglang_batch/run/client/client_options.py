@@ -57,7 +57,7 @@ def add(commands: Subparsers) -> None:
         "Show the prefixes that running batches share. Of the largest it tells which are "
         "in the KV cache, how many requests use them, and when the plan needs them next. "
         "A server with keys wants that of an admin.",
-        module="tree_command",
+        module="client_commands",
     )
     shown = (
         "half of them the longest in the cache, the others those that save most tokens"

@@ -135,23 +135,20 @@ def add_simulate(commands: Subparsers, run: Callable[..., int]) -> None:
         allow_abbrev=False,
     )
     _add_job(simulate)
-    simulate.add_argument(
-        "--sample-share", type=share, default=0.01, metavar="SHARE",
-        help="share of the requests from whose output lengths the estimates are "
-        "learnt, as if they had run first; 0 for none (default: 0.01)",
-    )  # fmt: skip
-    simulate.add_argument(
-        "--policies", nargs="+", choices=ORDERS, default=ORDERS, metavar="POLICY",
-        help=f"orders to simulate (default: all: {', '.join(ORDERS)})",
-    )  # fmt: skip
-    simulate.add_argument(
-        "--model", default="llama-3.1-8b", choices=tuple(MODELS),
-        help="model (default: llama-3.1-8b)",
-    )  # fmt: skip
-    simulate.add_argument(
-        "--model-path", type=Path, metavar="PATH",
-        help="config.json of another model, or its directory",
-    )  # fmt: skip
+    add_arguments(
+        simulate,
+        f"""
+--sample-share SHARE  share of the requests from whose output lengths the estimates are learnt,
+                      as if they had run first; 0 for none (default: 0.01)
+--policies POLICY     orders to simulate (default: all: {", ".join(ORDERS)})
+--model MODEL         model (default: llama-3.1-8b)
+--model-path PATH     config.json of another model, or its directory
+""",
+        sample_share={"type": share, "default": 0.01},
+        policies={"nargs": "+", "choices": ORDERS, "default": ORDERS},
+        model={"default": "llama-3.1-8b", "choices": tuple(MODELS), "metavar": None},
+        model_path={"type": Path},
+    )
     add_options(
         simulate, "quantization", choices=None, metavar="METHOD",
         help="how SGLang would quantise the weights, such as fp8 (default: as the "
@@ -175,38 +172,34 @@ def add_simulate(commands: Subparsers, run: Callable[..., int]) -> None:
 def _add_job(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("job, one of")
     job = group.add_mutually_exclusive_group()
-    job.add_argument(
-        "--trace", type=trace_job, dest="job", metavar="{1,2,3,4}",
-        help="one of BlendServe's four traces: compute density 1.4, 0.9, 1.4, 0.9 and "
-        "prefix sharing ratio 0.35, 0.35, 0.05, 0.05 (default: 1)",
-    )  # fmt: skip
-    job.add_argument(
-        "--blend", type=blend_job, dest="job", metavar="DENSITY,SHARING",
-        help="mix of BurstGPT, OpenVid and MMLU requests with this compute density and "
-        "prefix sharing ratio",
-    )  # fmt: skip
-    job.add_argument(
-        "--groups", type=groups_job, dest="job",
-        metavar="PREFIX,DISTINCT,DEGREE,OUTPUT",
-        help="groups of DEGREE requests that share PREFIX prompt tokens; each has "
-        "DISTINCT prompt tokens of its own and generates OUTPUT tokens",
-    )  # fmt: skip
-    job.add_argument(
-        "--industry", action="store_const", const=industry_job(), dest="job",
-        help="queries on documents, like BatchLLM's industry workload",
-    )  # fmt: skip
-    job.add_argument(
-        "--lengths", action=_StoreLengths, type=Path, nargs="+", dest="job",
-        metavar="FILE",
-        help="traces of lengths, shuffled into one job: csv with ContextTokens and "
-        "GeneratedTokens (Azure) or num_prefill_tokens and num_decode_tokens (Vidur), "
-        "or JSON lines with input_length, output_length and hash_ids (Mooncake)",
-    )  # fmt: skip
-    group.add_argument(
-        "--num-requests", type=count, metavar="N",
-        help=f"number of requests (default: {DEFAULT_NUM_REQUESTS:,}; with --lengths, "
-        "all)",
-    )  # fmt: skip
+    add_arguments(
+        job,
+        """
+--trace {1,2,3,4}                       one of BlendServe's four traces: compute density 1.4,
+                                        0.9, 1.4, 0.9 and prefix sharing ratio 0.35, 0.35, 0.05,
+                                        0.05 (default: 1)
+--blend DENSITY,SHARING                 mix of BurstGPT, OpenVid and MMLU requests with this
+                                        compute density and prefix sharing ratio
+--groups PREFIX,DISTINCT,DEGREE,OUTPUT  groups of DEGREE requests that share PREFIX prompt
+                                        tokens; each has DISTINCT prompt tokens of its own and
+                                        generates OUTPUT tokens
+--industry                              queries on documents, like BatchLLM's industry workload
+--lengths FILE                          traces of lengths, shuffled into one job: csv with
+                                        ContextTokens and GeneratedTokens (Azure) or
+                                        num_prefill_tokens and num_decode_tokens (Vidur), or
+                                        JSON lines with input_length, output_length and hash_ids
+                                        (Mooncake)
+""",
+        trace={"type": trace_job, "dest": "job"},
+        blend={"type": blend_job, "dest": "job"},
+        groups={"type": groups_job, "dest": "job"},
+        industry={"action": "store_const", "const": industry_job(), "dest": "job"},
+        lengths={"action": _StoreLengths, "type": Path, "nargs": "+", "dest": "job"},
+    )
+    most = (
+        f"number of requests (default: {DEFAULT_NUM_REQUESTS:,}; with --lengths, all)"
+    )
+    group.add_argument("--num-requests", type=count, metavar="N", help=most)
 
 
 class _StoreLengths(argparse.Action):

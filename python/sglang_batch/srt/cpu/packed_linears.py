@@ -153,23 +153,20 @@ def _or_packed_head(
         **options: Any,
     ) -> torch.Tensor:
         weight = getattr(lm_head, "weight", None)
-        is_plain = (
+        found = None
+        if (
             isinstance(weight, torch.Tensor)
             and embedding_bias is None
             and not hasattr(lm_head, "set_lora")
             and processor.rl_on_policy_target is None
             and not (processor.use_fp32_lm_head and weight.dtype != torch.float32)
-        )
-        found = None
-        if is_plain and weight is not None:
+        ):
             if not hasattr(lm_head, _PACKED):  # tied to the embedding
                 _copies.pack(lm_head)
             found = _linear(lm_head, hidden_states.to(weight.dtype), None)
-        if found is None:
-            found = original(
-                processor, hidden_states, lm_head, embedding_bias, **options
-            )
-        return found
+        if found is not None:
+            return found
+        return original(processor, hidden_states, lm_head, embedding_bias, **options)
 
     return compute
 

@@ -89,9 +89,8 @@ class StepAttention:
         # Where the queries of each request begin.
         self._first = np.cumsum(counts) - counts
         known = ends - counts
-        self._spans = shared_spans(
-            table.numpy(), rows, known, _WORTH_BYTES / max(1, token_bytes)
-        )
+        worth = _WORTH_BYTES / max(1, token_bytes)
+        self._spans = shared_spans(table.numpy(), rows, known, worth)
         self._own = np.zeros_like(ends)
         self._queries = []
         for requests, _, end in self._spans:
@@ -137,23 +136,15 @@ class StepAttention:
         for number in np.flatnonzero(self._counts > 1):
             first = self._first[number]
             tokens = slice(first, first + self._counts[number])
-            slots = self._slots(number, int(begin[number]), int(self._ends[number]))
-            own = q[tokens]
-            part, part_lse = _attend_one(
-                own,
-                k_cache[slots].to(q.dtype),
-                v_cache[slots].to(q.dtype),
-                scale,
-                window,
-            )
+            known = self._table[self._rows[number], begin[number] : self._ends[number]]
+            slots = known.long()
+            keys, values = k_cache[slots].to(q.dtype), v_cache[slots].to(q.dtype)
+            part, part_lse = _attend_one(q[tokens], keys, values, scale, window)
             if begin is self._own and begin[number]:
                 merge(out[tokens], lse[tokens], part, part_lse)
             else:
                 out[tokens] = part
         return out
-
-    def _slots(self, request: int, begin: int, end: int) -> torch.Tensor:
-        return self._table[self._rows[request], begin:end].long()
 
     def _attend_span(
         self,
@@ -167,7 +158,8 @@ class StepAttention:
         lse: torch.Tensor,
     ) -> None:
         """Attention of all queries of a span's requests to the span, merged into both."""
-        slots = self._slots(int(span.requests[0]), span.begin, span.end)
+        row = self._rows[span.requests[0]]
+        slots = self._table[row, span.begin : span.end].long()
         # [1, kv_heads, tokens, head_dim], and the queries of all heads of a KV head in one.
         keys = k_cache[slots].to(q.dtype).transpose(0, 1).unsqueeze(0)
         values = v_cache[slots].to(q.dtype).transpose(0, 1).unsqueeze(0)

@@ -166,4 +166,6 @@ class RaceWatch(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    """Without weights in oneDNN's layout, which have no storage and are only read."""
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return [tensor for tensor in tensors if not tensor.is_mkldnn]

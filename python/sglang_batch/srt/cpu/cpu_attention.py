@@ -9,6 +9,7 @@ and values of another size than keys are left to SGLang.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -91,8 +92,8 @@ def attend(
 class FastAttention(TorchNativeAttnBackend):  # type: ignore[misc]
     """SGLang's backend, with the attention of all requests of a step at once."""
 
-    # Of the step whose layers run: its ``seq_lens``, which tell it from others.
-    _together: tuple[torch.Tensor, StepAttention] | None = None
+    # Of the step whose layers run: its ``seq_lens``, which tell it from others. They may go.
+    _together: tuple[weakref.ref[torch.Tensor], StepAttention] | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self._together = None
@@ -130,7 +131,7 @@ class FastAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         """
         table, indices, seq_lens, counts = rows
         assert table is not None and indices is not None and seq_lens is not None
-        if self._together is None or self._together[0] is not seq_lens:
+        if self._together is None or self._together[0]() is not seq_lens:
             ends = seq_lens.numpy().astype(np.int64)
             step = StepAttention(
                 table,
@@ -141,7 +142,7 @@ class FastAttention(TorchNativeAttnBackend):  # type: ignore[misc]
                 else counts.numpy().astype(np.int64),
                 2 * k_cache[0].nbytes,
             )
-            self._together = seq_lens, step
+            self._together = weakref.ref(seq_lens), step
         scale, window = options["scaling"], options.get("sliding_window_size")
         step = self._together[1]
         output.copy_(step.attend(query, k_cache, v_cache, scale, window))

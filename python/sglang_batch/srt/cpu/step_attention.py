@@ -95,10 +95,18 @@ class StepAttention:
         self._queries = []
         for requests, _, end in self._spans:
             self._own[requests] = end
-            each = [
-                np.arange(self._first[r], self._first[r] + counts[r]) for r in requests
-            ]
-            self._queries.append(torch.from_numpy(np.concatenate(each)))
+            self._queries.append(self._tokens(requests))
+        self._one = np.flatnonzero(counts == 1)
+        self._one_tokens = self._tokens(self._one)
+
+    def _tokens(self, requests: np.ndarray) -> torch.Tensor:
+        """The tokens of some requests, int64, by operators of torch alone."""
+        are_theirs = torch.zeros(int(self._counts.sum()), dtype=torch.bool)
+        for first, count in zip(
+            self._first[requests], self._counts[requests], strict=True
+        ):
+            are_theirs[first : first + count].fill_(True)
+        return are_theirs.nonzero().flatten()
 
     def attend(
         self,
@@ -125,14 +133,13 @@ class StepAttention:
         else:
             for span, queries in zip(self._spans, self._queries, strict=True):
                 self._attend_span(q, k_cache, v_cache, scale, span, queries, out, lse)
-        one = np.flatnonzero(self._counts == 1)
-        tokens = torch.from_numpy(self._first[one])
-        single = out[tokens]
+        one, at = self._one, self._one_tokens
+        single = out[at]
         attend_decodes(
-            q[tokens].float(), k_cache, v_cache, self._table, self._rows[one],
-            begin[one], self._ends[one], scale, single, lse[tokens],
+            q[at].float(), k_cache, v_cache, self._table, self._rows[one],
+            begin[one], self._ends[one], scale, single, lse[at],
         )  # fmt: skip
-        out[tokens] = single
+        out[at] = single
         for number in np.flatnonzero(self._counts > 1):
             first = self._first[number]
             tokens = slice(first, first + self._counts[number])

@@ -211,7 +211,7 @@ def test_requests_that_were_taken_back_come_again(page_size: int) -> None:
     arrive_all(other)
     for request in requests[::3]:  # as the registry does with one that never ran
         job.take(request)
-        job.uses.skip(request)
+        job.uses.skip(request.leaf, request.node)
         job.work.ended(request)
         job.forget(request)
     assert job.uses.arrays().started.sum() == len(requests[::3])

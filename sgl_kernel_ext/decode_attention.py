@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -159,9 +159,4 @@ def attend_decodes(
     tokens = np.cumsum(end - begin)
     parts = np.arange(1, number) * tokens[-1] // number
     ends = [0, *np.searchsorted(tokens, parts), len(rows)]
-    calls = [
-        _threads(number).submit(partial(_attend, *arrays, first, last))
-        for first, last in pairwise(ends)
-    ]
-    for call in calls:
-        call.result()
+    list(_threads(number).map(lambda part: _attend(*arrays, *part), pairwise(ends)))

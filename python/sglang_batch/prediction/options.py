@@ -196,9 +196,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         industry={"action": "store_const", "const": industry_job(), "dest": "job"},
         lengths={"action": _StoreLengths, "type": Path, "nargs": "+", "dest": "job"},
     )
-    most = (
-        f"number of requests (default: {DEFAULT_NUM_REQUESTS:,}; with --lengths, all)"
-    )
+    most = f"requests (default: {DEFAULT_NUM_REQUESTS:,}, or all of --lengths)"
     group.add_argument("--num-requests", type=count, metavar="N", help=most)
 
 

@@ -121,7 +121,7 @@ class FastAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         output: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
-        *rows: torch.Tensor | None,
+        *rows: Any,
         options: dict[str, Any],
     ) -> torch.Tensor:
         """Attention of one layer.
@@ -130,7 +130,6 @@ class FastAttention(TorchNativeAttnBackend):  # type: ignore[misc]
             that are computed, of which None means one.
         """
         table, indices, seq_lens, counts = rows
-        assert table is not None and indices is not None and seq_lens is not None
         if self._together is None or self._together[0]() is not seq_lens:
             ends = seq_lens.numpy().astype(np.int64)
             step = StepAttention(

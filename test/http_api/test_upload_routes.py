@@ -16,6 +16,7 @@ from openai.types import Upload
 from openai.types.uploads import UploadPart
 from route_server import Server, error_of
 
+from sglang_batch.batch_api import protocol
 from sglang_batch.server.http import openai_routes as uploads_module
 from sglang_batch.store import incoming as store_module
 from sglang_batch.store.incoming import UploadStore
@@ -237,7 +238,7 @@ def test_a_part_or_an_upload_that_is_too_large_is_refused(
         add(bare_server, upload, b"abcde")
     assert raised.value.status_code == 413
     add(bare_server, upload, b"abcd")
-    monkeypatch.setattr(uploads_module, "MAX_UPLOAD_BYTES", 6)
+    monkeypatch.setattr(protocol, "MAX_UPLOAD_BYTES", 6)
     with pytest.raises(openai.APIStatusError) as raised:
         add(bare_server, upload, b"abc")
     assert raised.value.status_code == 413

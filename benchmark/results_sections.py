@@ -401,6 +401,11 @@ SECTIONS = (
         ],
     ),
     Section(
+        "The CPU engine",
+        "Each request has 20 tokens of its own and a prefix that all share.",
+        [("cpu_attention", ALL)],
+    ),
+    Section(
         "Tokens that need not be computed",
         "",
         [
@@ -417,9 +422,9 @@ SECTIONS = (
                     ),
                 ),
             ),
-            ("savings", field_orders),
+            ("savings_fields", field_orders),
             (
-                "savings",
+                "savings_fields",
                 Figures("Small and large tables", ("200 *rows: mean*", "100,000 *")),
             ),
             (

@@ -153,7 +153,7 @@ def published_errors(document: Document) -> Iterator[Table]:
 
 
 def field_orders(document: Document) -> Iterator[Table]:
-    """Prompt tokens by the order of the fields, from ``savings.json``."""
+    """Prompt tokens by the order of the fields, from ``savings_fields.json``."""
     header = [
         "25,000 rows of",
         "prompt tokens",

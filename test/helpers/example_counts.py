@@ -17,11 +17,6 @@ def examples(nightly: int) -> int:
     return max(min(nightly, 20), round(nightly * SHARE))
 
 
-def rounds(nightly: int) -> int:
-    """The rounds of a stress test in this run: two thirds of those of the nightly one."""
-    return nightly if SHARE >= 1 else round(nightly * 2 / 3)
-
-
 def combinations(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """All combinations in the nightly run. Otherwise few, in which each two values meet.
 

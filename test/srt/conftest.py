@@ -11,7 +11,6 @@ from typing import Any
 import preloaded
 import pytest
 from batches import close_clients
-from example_counts import rounds
 from forked_children import command
 from prompts import Case, reference
 from servers import SERVER_ARGS, Server, server, shared
@@ -78,4 +77,4 @@ def job_runs(
 def stress_run(demo_model: Path) -> dict[str, Any]:
     """The results of each focused scenario, and of jobs at random, in one engine."""
     what = "too_long,aborts,online,kinds,between,unmixed,apart,prompt_logprobs,random"
-    return scenario(demo_model, what, 1, rounds(9), "--enable-mixed-chunk")
+    return scenario(demo_model, what, 1, 9, "--enable-mixed-chunk")

@@ -96,12 +96,13 @@ def test_all_requests_of_a_step_at_once(
     worth: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_attention, "_WORTH_BYTES", worth)
+    monkeypatch.setattr(step_attention, "_LEAST_VALUES", worth)
+    monkeypatch.setattr(step_attention, "_LEAST_TOKENS", min(worth, 1000))
     for seed in range(3):
         step = Step(seed, kind)
         q, k, v = step.tensors(dtype, *shape)
         ours = StepAttention(
-            step.table, step.rows, step.ends, step.counts, 2 * k[0].nbytes
+            step.table, step.rows, step.ends, step.counts, 2 * k[0].numel()
         )
         found = ours.attend(q, k, v, 0.25, window)
         wanted = step.expected(q, k, v, window)
@@ -112,7 +113,8 @@ def test_spans_have_the_same_slots_and_save_enough() -> None:
     for seed in range(20):
         step = Step(seed, "decodes")
         for worth in (1, 60, 200, 10_000):
-            spans = shared_spans(step.table.numpy(), step.rows, step.ends - 1, worth)
+            ends, least = step.ends - 1, np.zeros_like(step.ends)
+            spans = shared_spans(step.table.numpy(), step.rows, ends, least, worth)
             until = np.zeros(len(step.rows), np.int64)
             for span in spans:
                 slots = step.table.numpy()[step.rows[span.requests]]
@@ -128,6 +130,28 @@ def test_spans_have_the_same_slots_and_save_enough() -> None:
                 assert 40 + 3 * 60 <= read <= 40 + 3 * 100
             if worth == 10_000:
                 assert spans == []
+
+
+def test_spans_of_prompts_are_long() -> None:
+    step = Step(1, "prompts")
+    for most in (10, 50, 1000):
+        least = np.full_like(step.ends, most)
+        known = step.ends - step.counts
+        spans = shared_spans(step.table.numpy(), step.rows, known, least, 0)
+        assert all(span.end - span.begin >= most for span in spans)
+        assert bool(spans) == (most < 1000)
+
+
+def test_numbers_that_are_none_stay_with_their_request() -> None:
+    step = Step(0, "decodes")
+    q, k, v = step.tensors(torch.float32, 4, 2, 32)
+    q[3], q[5] = float("nan"), float("inf")
+    ours = StepAttention(step.table, step.rows, step.ends, step.counts, 1)
+    found = ours.attend(q, k, v, 0.25, None)
+    others = [i for i in range(len(q)) if i not in (3, 5)]
+    wanted = step.expected(q, k, v, None)
+    torch.testing.assert_close(found[others], wanted[others], atol=2e-5, rtol=2e-5)
+    assert found[3].isnan().all()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -180,15 +204,11 @@ def test_the_backend_computes_as_sglangs(kind: str) -> None:
 @pytest.fixture
 def packing(monkeypatch: pytest.MonkeyPatch) -> Iterator[packed_linears._Copies]:
     """Packing for one test; SGLang's classes are as they were afterwards."""
-    method, embedding = (
-        unquant.UnquantizedLinearMethod,
-        unquant.UnquantizedEmbeddingMethod,
-    )
+    method = unquant.UnquantizedLinearMethod
     kept = [
         (owner, name, getattr(owner, name))
         for owner, names in (
             (method, ("process_weights_after_loading", "apply")),
-            (embedding, ("process_weights_after_loading", "apply")),
             (LogitsProcessor, ("_compute_lm_head",)),
             (WeightUpdater, packed_linears._UPDATES),
         )
@@ -249,6 +269,21 @@ def test_weights_that_are_updated_are_packed_again(
     assert done, message
     torch.testing.assert_close(method.apply(layer, x), x @ new.T)
     assert packing.num_bytes == size
+
+
+def test_a_weight_that_is_replaced_is_packed_again(
+    packing: packed_linears._Copies,
+) -> None:
+    """Such as the head of a draft model, by that of its target."""
+    method = unquant.UnquantizedLinearMethod()
+    layer, x = layer_of(torch.randn(8, 16)), torch.randn(3, 16)
+    method.process_weights_after_loading(layer)
+    for new in (torch.nn.Parameter(torch.randn(8, 16), False), torch.randn(8, 16)):
+        if isinstance(new, torch.nn.Parameter):
+            layer.weight = new
+        else:
+            layer.weight.data = new
+        torch.testing.assert_close(method.apply(layer, x), x @ new.T)
 
 
 def test_a_head_that_is_the_embedding_too(packing: packed_linears._Copies) -> None:

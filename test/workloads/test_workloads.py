@@ -242,9 +242,9 @@ def test_the_recipe_of_the_four_traces(number: int) -> None:
         assert abs(counts[source] - count) <= max(0.005 * count, 1)
 
 
-@pytest.mark.parametrize("density", [0.8, 0.95, 1.1, 1.25, 1.4])
+@pytest.mark.parametrize("density", [round(0.8 + 0.05 * i, 2) for i in range(13)])
 def test_blends_of_the_papers_grid_meet_their_targets(density: float) -> None:
-    for sharing in (0.05, 0.25, 0.45):
+    for sharing in (0.05, 0.15, 0.25, 0.35, 0.45):
         workload = blend(density, sharing, 40_000, 3, TOKEN_TIME_S, KV_READ_TIME_S)
         assert len(workload) == 40_000
         realised = density_and_sharing(workload)

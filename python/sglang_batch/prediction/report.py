@@ -243,12 +243,9 @@ def rate_text(per_second: float) -> str:
     """A number of things per second, without their name."""
     for size, name in ((1e9, "billion"), (1e6, "million")):
         if per_second >= size:
-            return f"{_three_digits(per_second / size)} {name}"
+            some = per_second / size
+            return f"{some:.3g} {name}" if some < 999.5 else f"{some:,.0f} {name}"
     return f"{per_second:,.0f}" if per_second >= 100 else significant(per_second)
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 def significant(value: float) -> str:

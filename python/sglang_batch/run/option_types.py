@@ -12,7 +12,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable
 from typing import Any
 
-# The names of an argument, its metavar and its help, which goes on in indented lines.
+# The names of an argument, its metavar and its help, which continues in indented lines.
 _ARGUMENT = re.compile(
     r"^((?:-\S+ )*-\S+|[^\s-]\S*)(?: (\S+))?  +(.+(?:\n +.+)*)", re.MULTILINE
 )

@@ -9,6 +9,9 @@ its rows list the other fields in one order, those that save most first. The way
 - ``BY_SAVED``: the group that saves most, then that which saves most of the rows that are
   left, and so on;
 - ``PER_ROW``: the same with the saving per row;
+- ``BY_SHARED``: the same with the squared lengths of the values that all of its rows share.
+  This is greedy group recursion ("Optimizing LLM Queries in Relational Data Analytics
+  Workloads", arXiv 2403.05821, algorithm 1), with dependencies as they are in the group;
 - ``BY_FIELD``: all rows by one field, the best of three, and rows whose value is their own
   as ``BY_SAVED``.
 
@@ -26,7 +29,7 @@ from ..compiled import jit
 from ..requests import Bools, Floats, Int32s, Int64s
 
 # The ways to choose groups.
-BY_SAVED, PER_ROW, BY_FIELD = WAYS = (0, 1, 2)
+BY_SAVED, PER_ROW, BY_SHARED, BY_FIELD = WAYS = (0, 1, 2, 3)
 # Fields of which groups are tried out, among few and among many rows.
 _MOST_FIELDS, _FIELDS_OF_MANY, _MANY = 12, 6, 5_000
 # Fields by which all rows are split, to compare.
@@ -119,13 +122,14 @@ def value_groups(edge: Int32s, way: int, work: Scratch) -> tuple[int, Int32s]:
     candidates = _candidates(edge, work)
     found = _savings(edge, candidates, work)
     if way != BY_FIELD:
-        taken = _choose(found, way == PER_ROW, -1)
+        worth = found.shares if way == BY_SHARED else found.saves
+        taken = _choose(found, worth, way == PER_ROW, -1)
         saved_in_all = _saved_by(edge, candidates, found, taken, work)
         return saved_in_all, _numbered(edge, candidates, taken, work)
     most = -1
     chosen = np.full(edge.shape[1], -1, np.int32)
     for k in np.argsort(-found.total, kind="mergesort")[:_WHOLE_FIELDS]:
-        taken = _choose(found, False, k)
+        taken = _choose(found, found.saves, False, k)
         length = _saved_by(edge, candidates, found, taken, work)
         if length > most:
             most = length
@@ -137,7 +141,8 @@ class Savings(NamedTuple):
     """The savings of groups by each of ``c`` candidate fields.
 
     by_edge: int32 ``[c, n]``, rows sorted by their edge.
-    saves: float64 ``[c, n]``, length that the group of a row saves.
+    saves, shares: float64 ``[c, n]``, length that the group of a row saves in all, and by the
+        values that all of it share.
     size, first: int32 ``[c, n]``, rows of a row's group, and where it begins in ``by_edge``.
     chains, links: int32 ``[c, fields]`` and int64 ``[c]``, fields that its groups list.
     total: int64 ``[c]``, length that all groups save.
@@ -145,6 +150,7 @@ class Savings(NamedTuple):
 
     by_edge: Int32s
     saves: Floats
+    shares: Floats
     size: Int32s
     first: Int32s
     chains: Int32s
@@ -159,6 +165,7 @@ def _savings(edge: Int32s, candidates: Int32s, work: Scratch) -> Savings:
     num = len(candidates)
     by_edge = np.empty((num, n), np.int32)
     saves = np.zeros((num, n))
+    shares = np.zeros((num, n))
     size = np.zeros((num, n), np.int32)
     first = np.zeros((num, n), np.int32)
     chains = np.zeros((num, m), np.int32)
@@ -178,12 +185,14 @@ def _savings(edge: Int32s, candidates: Int32s, work: Scratch) -> Savings:
         start = 0
         for g in range(groups):
             end = group_ends[g]
+            shared = _shared_squares(edge, by_edge[k, start:end], work)
             for at in range(start, end):
                 i = by_edge[k, at]
                 saves[k, i], size[k, i], first[k, i] = saved[g], end - start, start
+                shares[k, i] = shared * (end - start - 1)
             total[k] += saved[g]
             start = end
-    return Savings(by_edge, saves, size, first, chains, links, total)
+    return Savings(by_edge, saves, shares, size, first, chains, links, total)
 
 
 @jit
@@ -345,14 +354,14 @@ def _chain_saves(
 
 
 @jit
-def _choose(found: Savings, per_row: bool, whole: int) -> Int32s:
+def _choose(found: Savings, saves: Floats, per_row: bool, whole: int) -> Int32s:
     """The candidate by whose value each row is grouped, int32 ``[n]``; -1: by none.
 
     Args:
         per_row: groups that save most per row come first, not those that save most.
         whole: the candidate by which rows are grouped before. -1: none.
     """
-    by_edge, size, first, saves = found.by_edge, found.size, found.first, found.saves
+    by_edge, size, first = found.by_edge, found.size, found.first
     num, n = by_edge.shape
     taken = np.full(n, -1, np.int32)
     left = size.copy()  # rows of a group that are not taken, at the group's first row
@@ -396,6 +405,24 @@ def _score(saves: float, size: int, left: int, per_row: bool) -> float:
     """The savings of a group with the rows that are left, as if all of it were common."""
     score = saves * (left - 1.0) / (size - 1.0)
     return score / left if per_row else score
+
+
+@jit
+def _shared_squares(edge: Int32s, rows: Int32s, work: Scratch) -> float:
+    """The squared lengths of the values that all rows share."""
+    total = 0.0
+    if len(rows) < 2:
+        return total
+    for c in range(edge.shape[0]):
+        e = edge[c, rows[0]]
+        same = True
+        for i in rows[1:]:
+            if edge[c, i] != e:
+                same = False
+                break
+        if same:
+            total += float(work.lens[e]) ** 2
+    return total
 
 
 @jit

@@ -33,8 +33,6 @@ CLASSES = (
     "FlashAttentionBackend", "FlashInferAttnBackend", "TritonAttnBackend",
     "TorchNativeAttnBackend",
 )  # fmt: skip
-# Ours on a CPU, a kind of the last one.
-_CPU_CLASS = "FastAttention"
 
 
 def make_backend(model_runner: ModelRunner) -> AttentionBackend:
@@ -135,7 +133,7 @@ def _why_not(model_runner: ModelRunner, named: list[str]) -> str | None:
 def _obstacle(model_runner: ModelRunner) -> str | None:
     """The backend or feature of the model that does not support sharing, if any."""
     kind = type(model_runner.attn_backend).__name__
-    if kind not in (*CLASSES, _CPU_CLASS):
+    if kind not in (*CLASSES, "FastAttention"):  # ours on a CPU, a kind of the last one
         return f"SGLang's {kind}"
     if not model_runner.spec_algorithm.is_none():
         return "drafts, which are verified and not decoded"

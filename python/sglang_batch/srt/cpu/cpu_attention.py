@@ -131,16 +131,9 @@ class FastAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         """
         table, indices, seq_lens, counts = rows
         if self._together is None or self._together[0]() is not seq_lens:
-            ends = seq_lens.numpy().astype(np.int64)
-            step = StepAttention(
-                table,
-                indices.numpy().astype(np.int64),
-                ends,
-                np.ones_like(ends)
-                if counts is None
-                else counts.numpy().astype(np.int64),
-                2 * k_cache[0].nbytes,
-            )
+            counts = torch.ones_like(seq_lens) if counts is None else counts
+            each = (x.numpy().astype(np.int64) for x in (indices, seq_lens, counts))
+            step = StepAttention(table, *each, 2 * k_cache[0].numel())
             self._together = weakref.ref(seq_lens), step
         scale, window = options["scaling"], options.get("sliding_window_size")
         step = self._together[1]

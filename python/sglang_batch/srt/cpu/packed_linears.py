@@ -3,6 +3,7 @@
 torch multiplies float32 matrices by MKL, which leaves AVX-512 unused on processors of other
 makers, and lays a bfloat16 weight out at each call. SGLang's own layers keep their weights,
 which may be updated while the engine runs; the copies that oneDNN reads are made again then.
+The head, which may be the embedding, too, has its copy from its first use on.
 """
 
 from __future__ import annotations
@@ -15,10 +16,6 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.quantization import unquant
-from sglang.srt.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    VocabParallelEmbedding,
-)
 from sglang.srt.model_executor.model_runner_components.weight_updater import (
     WeightUpdater,
 )
@@ -34,9 +31,9 @@ _PACKED = "_sglang_batch_packed"
 
 
 class _Copies:
-    """The copies of this process.
+    """The copies of this process, each kept with its layer.
 
-    version: of the weights. A copy of an older one is stale.
+    version: of the weights. A copy of an older one is stale, and one of other memory.
     num_bytes: of all copies.
     """
 
@@ -47,23 +44,22 @@ class _Copies:
 
     def pack(self, layer: torch.nn.Module) -> torch.Tensor | None:
         """A layer's weight in oneDNN's layout, or None if it is not packed."""
-        weight = layer.weight
-        if getattr(layer, _PACKED, None) is None:
-            num_bytes = weight.numel() * weight.element_size()
+        weight, packed = layer.weight, None
+        if not hasattr(layer, _PACKED):
             most = _MOST_MEMORY * psutil.virtual_memory().total
-            if not _is_supported(weight) or self.num_bytes + num_bytes > most:
-                setattr(layer, _PACKED, (self.version, None))
-                return None
-            self.num_bytes += num_bytes
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-        setattr(layer, _PACKED, (self.version, packed))
+            if _is_supported(weight) and self.num_bytes + weight.nbytes <= most:
+                self.num_bytes += weight.nbytes
+                packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        elif getattr(layer, _PACKED)[1] is not None:
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        setattr(layer, _PACKED, ((self.version, weight.data_ptr()), packed))
         return packed
 
     def of(self, layer: torch.nn.Module) -> torch.Tensor | None:
         """The copy of a layer that was packed when it was loaded, if it was."""
-        version, packed = getattr(layer, _PACKED, None) or (0, None)
-        if packed is not None and version != self.version:
-            return self.pack(layer)
+        read, packed = getattr(layer, _PACKED, (None, None))
+        if packed is not None and read != (self.version, layer.weight.data_ptr()):
+            packed = self.pack(layer)
         return packed
 
 
@@ -87,10 +83,8 @@ def _linear(
     packed = _copies.of(layer)
     if packed is None or x.dtype != packed.dtype:
         return None
-    output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-        x, packed, bias, "none", [], ""
-    )
-    return output
+    linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise
+    return linear(x, packed, bias, "none", [], "")
 
 
 def leave_to_torch() -> None:
@@ -104,11 +98,10 @@ def use() -> None:
     if not torch.backends.mkldnn.is_available() or hasattr(method, _PACKED):
         return
     setattr(method, _PACKED, True)
-    for each in (method, unquant.UnquantizedEmbeddingMethod):
-        each.process_weights_after_loading = _then_pack(
-            each.process_weights_after_loading
-        )
-        each.apply = _or_packed(each.apply)
+    method.process_weights_after_loading = _then_pack(
+        method.process_weights_after_loading
+    )
+    method.apply = _or_packed(method.apply)
     LogitsProcessor._compute_lm_head = _or_packed_head(LogitsProcessor._compute_lm_head)
     for name in _UPDATES:
         setattr(WeightUpdater, name, _then_stale(getattr(WeightUpdater, name)))
@@ -118,11 +111,7 @@ def _then_pack(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def process_weights_after_loading(method: Any, layer: torch.nn.Module) -> None:
         original(method, layer)
-        # Of an embedding, rows are read. If it is the head, too, it is packed at its first use.
-        if isinstance(layer, ParallelLMHead) or not isinstance(
-            layer, VocabParallelEmbedding
-        ):
-            _copies.pack(layer)
+        _copies.pack(layer)
 
     return process_weights_after_loading
 
@@ -161,7 +150,7 @@ def _or_packed_head(
             and processor.rl_on_policy_target is None
             and not (processor.use_fp32_lm_head and weight.dtype != torch.float32)
         ):
-            if not hasattr(lm_head, _PACKED):  # tied to the embedding
+            if not hasattr(lm_head, _PACKED):
                 _copies.pack(lm_head)
             found = _linear(lm_head, hidden_states.to(weight.dtype), None)
         if found is not None:

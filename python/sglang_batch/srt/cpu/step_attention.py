@@ -16,9 +16,9 @@ import torch
 from sgl_kernel_ext.decode_attention import attend_decodes
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-# Bytes of KV that have to be read again and again for a prefix to be worth reading apart.
-# Reading it apart costs about 0.1 ms, in which a request reads this much.
-_WORTH_BYTES = 1 << 20
+# Where reading a prefix once is faster, by `benchmark/bench_cpu_attention.py`: for decodes if
+# so many values of K and V are not read again, for prompts if it has so many tokens.
+_LEAST_VALUES, _LEAST_TOKENS = 1 << 22, 400
 
 
 class Span(NamedTuple):
@@ -33,14 +33,19 @@ class Span(NamedTuple):
 
 
 def shared_spans(
-    table: np.ndarray, rows: np.ndarray, ends: np.ndarray, worth: float
+    table: np.ndarray,
+    rows: np.ndarray,
+    ends: np.ndarray,
+    least: np.ndarray,
+    worth: float,
 ) -> list[Span]:
     """The prefixes that requests of a step share, those of more requests first.
 
     Args:
         table: int32 ``[rows, max_tokens]``, the slot of each position of a row.
         rows, ends: int64 ``[n]``, of each request its row, and the tokens of it that count.
-        worth: tokens that a span must save, over all its requests but one.
+        least: int64 ``[n]``, tokens that a span of each request must have.
+        worth: tokens that it must save where all of ``least`` is 0, over all requests but one.
     """
     spans = []
     left = [(np.arange(len(rows)), 0, 0)]
@@ -60,7 +65,8 @@ def shared_spans(
             differ = (slots != slots[0]).any(axis=0)
             end = at + int(differ.argmax()) if differ.any() else end
             start = begin
-            if (len(alike) - 1) * (end - begin) >= worth:
+            length, most = end - begin, least[alike].max()
+            if length >= most and (most or (len(alike) - 1) * length >= worth):
                 spans.append(Span(np.sort(alike), begin, end))
                 start = end
             left.append((alike, start, end))
@@ -74,7 +80,7 @@ class StepAttention:
     rows: int64 ``[n]``, of each request.
     ends: int64 ``[n]``, tokens of each request, with those that are computed in this step.
     counts: int64 ``[n]``, tokens of each that are computed in this step.
-    token_bytes: of K and V of one token in one layer.
+    token_values: of K and V of one token in one layer.
     """
 
     def __init__(
@@ -83,14 +89,15 @@ class StepAttention:
         rows: np.ndarray,
         ends: np.ndarray,
         counts: np.ndarray,
-        token_bytes: int,
+        token_values: int,
     ) -> None:
         self._table, self._rows, self._ends, self._counts = table, rows, ends, counts
         # Where the queries of each request begin.
         self._first = np.cumsum(counts) - counts
         known = ends - counts
-        worth = _WORTH_BYTES / max(1, token_bytes)
-        self._spans = shared_spans(table.numpy(), rows, known, worth)
+        least = np.where(counts > 1, _LEAST_TOKENS, 0)
+        worth = _LEAST_VALUES / token_values
+        self._spans = shared_spans(table.numpy(), rows, known, least, worth)
         self._own = np.zeros_like(ends)
         self._queries = []
         for requests, _, end in self._spans:
@@ -125,7 +132,7 @@ class StepAttention:
         Returns:
             float32, with the shape of q.
         """
-        out = torch.empty(q.shape, dtype=torch.float32)
+        out = torch.zeros(q.shape, dtype=torch.float32)
         lse = torch.full(q.shape[:2], float("-inf"))
         begin = self._own
         if window is not None and window >= 0:
@@ -146,11 +153,11 @@ class StepAttention:
             known = self._table[self._rows[number], begin[number] : self._ends[number]]
             slots = known.long()
             keys, values = k_cache[slots].to(q.dtype), v_cache[slots].to(q.dtype)
-            part, part_lse = _attend_one(q[tokens], keys, values, scale, window)
+            part = _attend(q[tokens], keys, values, scale, True, window)
             if begin is self._own and begin[number]:
-                merge(out[tokens], lse[tokens], part, part_lse)
+                merge(out[tokens], lse[tokens], *part)
             else:
-                out[tokens] = part
+                out[tokens] = part[0]
         return out
 
     def _attend_span(
@@ -167,50 +174,40 @@ class StepAttention:
         """Attention of all queries of a span's requests to the span, merged into both."""
         row = self._rows[span.requests[0]]
         slots = self._table[row, span.begin : span.end].long()
-        # [1, kv_heads, tokens, head_dim], and the queries of all heads of a KV head in one.
-        keys = k_cache[slots].to(q.dtype).transpose(0, 1).unsqueeze(0)
-        values = v_cache[slots].to(q.dtype).transpose(0, 1).unsqueeze(0)
-        heads, dim = q.shape[1:]
-        kv_heads = keys.shape[1]
-        group = heads // kv_heads
-        folded = q[queries].view(-1, kv_heads, group, dim).transpose(0, 1)
-        part, part_lse = _flash(
-            folded.reshape(1, kv_heads, -1, dim), keys, values, scale=scale
-        )
-        part = part.view(kv_heads, -1, group, dim).transpose(0, 1)
-        part_lse = part_lse.view(kv_heads, -1, group).transpose(0, 1)
+        keys, values = k_cache[slots].to(q.dtype), v_cache[slots].to(q.dtype)
+        part = _attend(q[queries], keys, values, scale)
         whole, whole_lse = out[queries], lse[queries]
-        merge(
-            whole, whole_lse, part.reshape(-1, heads, dim), part_lse.reshape(-1, heads)
-        )
+        merge(whole, whole_lse, *part)
         out[queries], lse[queries] = whole, whole_lse
 
 
-def _attend_one(
+def _attend(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     scale: float,
-    window: int | None,
+    causal: bool = False,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of a request's last tokens, ``[n, heads, dim]`` and lse ``[n, heads]``."""
+    """Attention of ``[n, heads, dim]`` to ``[length, kv_heads, dim]``, with its lse ``[n, heads]``.
+
+    causal: the queries are those of the last tokens, and see what is before them.
+    """
     count, heads, dim = q.shape
     kv_heads = keys.shape[1]
-    before = len(keys) - count
-    # [kv_heads, heads of one, tokens, dim]; K and V are not copied for each of them.
-    queries = q.view(count, kv_heads, -1, dim).permute(1, 2, 0, 3)
-    shape = (kv_heads, heads // kv_heads, len(keys), dim)
-    mask = None
-    if before or (window is not None and 0 <= window < count):
+    before, mask = len(keys) - count, None
+    if causal and (before or (window is not None and 0 <= window < count)):
         seen = torch.ones(count, len(keys), dtype=torch.bool).tril(before)
         if window is not None and window >= 0:
             seen = seen.triu(before - window)
         mask = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, float("-inf"))
+    # [kv_heads, heads of one, tokens, dim]; K and V are not copied for each of them.
+    shape = (kv_heads, heads // kv_heads, len(keys), dim)
     part, lse = _flash(
-        queries,
+        q.view(count, *shape[:2], dim).permute(1, 2, 0, 3),
         keys.transpose(0, 1).unsqueeze(1).expand(shape),
         values.transpose(0, 1).unsqueeze(1).expand(shape),
-        is_causal=mask is None,
+        is_causal=causal and mask is None,
         attn_mask=mask,
         scale=scale,
     )
@@ -223,11 +220,10 @@ def merge(
 ) -> None:
     """Merge attention to other tokens into ``out`` and ``lse``, in place.
 
-    out: float32 ``[n, heads, dim]``, of any value where ``lse`` ``[n, heads]`` is -inf.
+    out: float32 ``[n, heads, dim]``, finite where ``lse`` ``[n, heads]`` is -inf.
     """
     together = torch.logaddexp(lse, part_lse)
     old = (lse - together).exp().unsqueeze(-1)
     new = (part_lse - together).exp().unsqueeze(-1)
-    kept = torch.where(old > 0, out * old, 0.0)
-    torch.add(kept, part.float() * new, out=out)
+    out.mul_(old).add_(part.float() * new)
     lse.copy_(together)

@@ -71,7 +71,7 @@ def hook_scheduler() -> None:
         from ..engine import processes
 
         register(hooks.DP_CONTROLLER_HOOK, processes.wait_for_messages, around)
-    # Last: SGLang goes on where a plugin fails, and a scheduler of ours has all hooks.
+    # Last: SGLang continues where a plugin fails, and a scheduler of ours has all hooks.
     register(hooks.SCHEDULER_HOOK, _scheduler_class(), HookType.REPLACE)
 
 

@@ -133,7 +133,8 @@ class FastAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         if self._together is None or self._together[0]() is not seq_lens:
             counts = torch.ones_like(seq_lens) if counts is None else counts
             each = (x.numpy().astype(np.int64) for x in (indices, seq_lens, counts))
-            step = StepAttention(table, *each, 2 * k_cache[0].numel())
+            at, ends, computed = each
+            step = StepAttention(table, at, ends, computed, 2 * k_cache[0].numel())
             self._together = weakref.ref(seq_lens), step
         scale, window = options["scaling"], options.get("sliding_window_size")
         step = self._together[1]

@@ -150,8 +150,7 @@ class StepAttention:
         for number in np.flatnonzero(self._counts > 1):
             first = self._first[number]
             tokens = slice(first, first + self._counts[number])
-            known = self._table[self._rows[number], begin[number] : self._ends[number]]
-            slots = known.long()
+            slots = self._table[self._rows[number], begin[number] : self._ends[number]]
             keys, values = k_cache[slots].to(q.dtype), v_cache[slots].to(q.dtype)
             part = _attend(q[tokens], keys, values, scale, True, window)
             if begin is self._own and begin[number]:
@@ -173,7 +172,7 @@ class StepAttention:
     ) -> None:
         """Attention of all queries of a span's requests to the span, merged into both."""
         row = self._rows[span.requests[0]]
-        slots = self._table[row, span.begin : span.end].long()
+        slots = self._table[row, span.begin : span.end]
         keys, values = k_cache[slots].to(q.dtype), v_cache[slots].to(q.dtype)
         part = _attend(q[queries], keys, values, scale)
         whole, whole_lse = out[queries], lse[queries]

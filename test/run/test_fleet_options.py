@@ -85,7 +85,7 @@ def test_nothing_of_ray_is_imported_by_all_else() -> None:
         "sglang_batch.cli, sglang_batch.run.run_command, sglang_batch.run.running_job, "
         "sglang_batch.run.fleet_options, sglang_batch.fleet.fleet_engine, "
         "sglang_batch.fleet.http_fleet, sglang_batch.server.service, "
-        "sglang_batch.server.http.all_routes, sglang_batch.fleet.ray.ray_fleet"
+        "sglang_batch.server.http.all_routes, sglang_batch.fleet.ray.ray_cluster"
     )
     code = f"import sys, {modules}; print('ray' in sys.modules)"
     done = subprocess.run(

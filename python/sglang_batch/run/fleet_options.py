@@ -15,6 +15,7 @@ import msgspec
 from ..config import OfflineBatchConfig
 from ..errors import ConfigError
 from ..fleet.head_state import CRASHES, CrashCounts, HeadState
+from ..fleet.ray.ray_cluster import RayFleet, check_ray
 from .backend_options import (
     BACKENDS,
     OPTIONS_OF_WORKERS,
@@ -28,7 +29,6 @@ from .model_place import check_model
 from .option_types import add_arguments, count, whole
 
 if TYPE_CHECKING:
-    from ..fleet.ray.ray_fleet import RayFleet
     from .job_directory import JobDirectory
 
 
@@ -94,8 +94,6 @@ class RayOptions(EngineOptions):
                 f"--nnodes {known.nnodes}: each engine of --ray is on one node; leave it "
                 "out, and let --engines have more of them."
             )
-        from ..fleet.ray.ray_fleet import check_ray
-
         check_ray(self.fleet.address)
         return known
 
@@ -221,8 +219,6 @@ def engine_options(options: argparse.Namespace, argv: list[str]) -> EngineOption
         )
     if options.ray is None:
         return EngineOptions(**shared)
-    from ..fleet.ray.ray_fleet import RayFleet
-
     fleet = RayFleet(options.ray, *_engines(options.engines or "1"))
     return RayOptions(
         **shared, fleet=fleet, resources=_resources(options.ray_resources)

@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import socket
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -27,61 +26,15 @@ from ...errors import ConfigError
 from ..fleet_engine import FleetEngine, on_loop
 from ..head_state import HeadState
 from ..places import WorkerLost, WorkerPort
+from .ray_cluster import RayFleet, check_ray
 from .ray_worker import RayWorker, StartEngine, StartFailure
 
-CONNECT_S = 5.0
 # Variables of the head's environment that workers get too.
 _PASSED = ("HF_", "SGLANG_", "HUGGING_FACE_")
 
 
-@dataclass(frozen=True, slots=True)
-class RayFleet:
-    """What a fleet is made of.
-
-    address: ``auto`` for the cluster that this machine is in, or ``host:port``.
-    min_engines: the job waits for so many.
-    needed_engines: so many must have room now.
-    max_engines: it uses up to so many.
-    resources: of each engine, by Ray's names, such as ``GPU`` and ``CPU``.
-    """
-
-    address: str
-    min_engines: int
-    needed_engines: int
-    max_engines: int
-    resources: Mapping[str, float] = field(default_factory=dict)
-
-
-def check_ray(address: str) -> None:
-    """Raise ConfigError unless Ray is installed and its cluster answers."""
-    try:
-        import ray  # noqa: F401
-    except ImportError:
-        raise ConfigError(
-            "--ray needs Ray, which is not installed: pip install 'sglang-batch[ray]'."
-        ) from None
-    if address == "auto":
-        return
-    host, _, port = address.rpartition(":")
-    if "://" in address or not host or not port.isdigit():
-        raise ConfigError(
-            f"--ray {address} is not an address; write auto, or host:port of the "
-            "cluster's head node, such as 10.0.0.1:6379."
-        )
-    try:
-        with closing(socket.create_connection((host, int(port)), CONNECT_S)):
-            pass
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"--ray {address} does not answer ({error}); start a cluster there with "
-            "`ray start --head`."
-        ) from None
-
-
 def join_cluster(address: str) -> None:
     """Connect this process to the cluster. Raises ConfigError if there is none."""
-    import ray
-
     if ray.is_initialized():
         return
     check_ray(address)
@@ -104,8 +57,6 @@ def cluster_resources(address: str) -> dict[str, float]:
     """What the nodes of a cluster have in all, by Ray's names. Raises ConfigError if there is
     none.
     """
-    import ray
-
     join_cluster(address)
     found: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     return found
@@ -113,8 +64,6 @@ def cluster_resources(address: str) -> dict[str, float]:
 
 def check_room(fleet: RayFleet) -> None:
     """Raise ConfigError unless the engines which a job starts with have room."""
-    import ray
-
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     room = _room(nodes, fleet.resources)
     if room < fleet.needed_engines:
@@ -143,8 +92,6 @@ def _room(nodes: list[dict[str, Any]], resources: Mapping[str, float]) -> int:
 
 def _end_others(job_id: str, prefix: str) -> None:
     """End engines of the job that have another model or other options."""
-    import ray
-
     for named in ray.util.list_named_actors(all_namespaces=True):
         name = str(named["name"])
         ours = named["namespace"] == NAMESPACE and name.startswith(f"{job_id}-")
@@ -170,8 +117,6 @@ def ray_engine(
     Raises:
         ConfigError: there is no cluster, or too little room.
     """
-    import ray
-
     join_cluster(fleet.address)
     check_room(fleet)
     kind = hashlib.sha256(f"{model}\n{sorted(fleet.resources.items())}".encode())

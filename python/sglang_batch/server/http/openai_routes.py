@@ -279,9 +279,8 @@ def _complete(
     uploads = UploadStore(service.store)
     completed_with = json.dumps([call.part_ids, call.md5])
 
-    def completed_before() -> Row | None:
+    def completed_before(now: Row) -> Row | None:
         """The file, if another call with the same parts has completed the upload."""
-        now = uploads.get(row["id"]) or row
         if now["status"] != COMPLETED or now["completed_with"] != completed_with:
             return None
         file = service.store.get_file(now["file_id"])
@@ -290,10 +289,11 @@ def _complete(
         return file
 
     parts = uploads.parts(row["id"])
-    if (file := completed_before()) is not None:
-        return file
     # After the parts were read: an upload that ended before has lost some of them.
-    _check_pending(uploads.get(row["id"]) or row)
+    now = uploads.get(row["id"]) or row
+    if (file := completed_before(now)) is not None:
+        return file
+    _check_pending(now)
     _check_part_ids(row, call.part_ids, parts)
     file_id = new_id("file-")
     kept_s = row["file_expires_after"]
@@ -313,9 +313,10 @@ def _complete(
     except BaseException:
         service.store.file_path(file_id).unlink(missing_ok=True)
         raise
-    file = service.store.get_file(file_id) or completed_before()
+    now = uploads.get(row["id"]) or row
+    file = service.store.get_file(file_id) or completed_before(now)
     if file is None:
-        raise _not_pending(uploads.get(row["id"]) or row)
+        raise _not_pending(now)
     return file
 
 

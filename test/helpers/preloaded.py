@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,12 @@ MODULES = (
     "sglang.srt.managers.detokenizer_manager",
     # Not SGLang's models, which import functions that a plugin replaces.
     "timm",
+    # Each scheduler looks for all of torch.compile's rules as it imports these.
+    "sglang.srt.dllm.algorithm",
     # Of ours, those that know nothing of SGLang.
     "sglang_batch.job.job",
     "sglang_batch.job.job_planner",
+    "sglang_batch.server.http.all_routes",
 )
 PR_SET_CHILD_SUBREAPER = 36
 MESSAGE_BYTES = 1 << 17
@@ -173,6 +177,8 @@ def next_program(fd: int) -> str:
     for name in MODULES:
         importlib.import_module(name)
     by_imports = dict(os.environ.items() - before.items())
+    _load_planner()
+    _find_references()
     # It finds the place of a process's name as long as the environment is the first one.
     importlib.import_module("setproctitle").getproctitle()
     gc.collect()
@@ -203,6 +209,48 @@ def next_program(fd: int) -> str:
         connection.send(os.read(read_end, 64))
         for each in (read_end, write_end, *streams):
             os.close(each)
+
+
+def _load_planner() -> None:
+    """Load its compiled functions, which takes each process two seconds."""
+    from sglang_batch.config import OfflineBatchConfig
+    from sglang_batch.job.job_planner import compile_planner
+
+    compile_planner(OfflineBatchConfig(policy="auto"))
+
+
+def _find_references() -> None:
+    """Find once which modules refer to a function or class.
+
+    SGLang looks through all modules for each function that it hooks, a tenth of a second. Forks
+    look through those modules alone that they import.
+    """
+    from sglang.srt.plugins import hook_registry
+
+    known: dict[str, types.ModuleType] = {}
+    references: dict[int, set[str]] = {}
+    for name, module in sys.modules.items():
+        if isinstance(module, types.ModuleType):
+            known[name] = module
+            for value in vars(module).values():
+                if callable(value):
+                    references.setdefault(id(value), set()).add(name)
+
+    def propagate(original: object, wrapped: object, source: object) -> int:
+        referring = references.get(id(original), set())
+        count = 0
+        for name, module in list(sys.modules.items()):
+            if module is source or not isinstance(module, types.ModuleType):
+                continue
+            if known.get(name) is module and name not in referring:
+                continue
+            for attribute, value in list(vars(module).items()):
+                if value is original:
+                    setattr(module, attribute, wrapped)
+                    count += 1
+        return count
+
+    hook_registry._propagate_patch = propagate
 
 
 def _become(streams: list[int], cwd: str, env: dict[str, str]) -> None:

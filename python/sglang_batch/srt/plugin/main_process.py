@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
@@ -34,18 +35,27 @@ def enter_offline_main() -> None:
 def _hook_main() -> None:
     from ..disaggregation import backend
     from ..engine import pooling, processes
-    from . import defaults, server_routes
+    from . import defaults
 
     defaults.register()
     backend.register()
     register, around, after = hooks.register_offline, HookType.AROUND, HookType.AFTER
     model_config = pooling.after_model_config
     register(hooks.MODEL_CONFIG_HOOK, model_config, after, hooks.first)
-    register(hooks.SERVER_HOOK, server_routes.run_server, around, hooks.first)
+    register(hooks.SERVER_HOOK, _run_server, around, hooks.first)
     register(hooks.LAUNCH_HOOK, processes.tell_of_schedulers, after, hooks.second)
     register(hooks.SHUTDOWN_HOOK, defaults.undo, after, hooks.own)
     _register_http_hooks()
     hooks.apply()
+
+
+def _run_server(*args: Any, **kwargs: Any) -> None:
+    """See :func:`.server_routes.run_server`. Its imports take a second that an engine in a
+    program does not need.
+    """
+    from .server_routes import run_server
+
+    run_server(*args, **kwargs)
 
 
 @contextmanager

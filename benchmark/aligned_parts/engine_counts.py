@@ -48,15 +48,14 @@ def counts_of(
     args = [each for each in SERVER_ARGS if "max-total" not in each]
     # Steps are counted, which must not depend on how long they take here.
     settings = {"learn_costs": False, **(config or {})}
+    cases = [(job, policy) for job in jobs for policy in policies]
     with tempfile.TemporaryDirectory() as folder:
         if model is None:
             model = Path(folder)
             write_demo_model(model)
         done = subprocess.run(
             [
-                *command(
-                    "steps_on_engine", json.dumps([[*policies], row_share, [*jobs]])
-                ),
+                *command("steps_on_engine", json.dumps([cases, row_share])),
                 *("--model-path", str(model), *args, "--max-total-tokens=6144"),
                 *("--chunked-prefill-size=512", "--max-running-requests=40"),
                 *("--enable-mixed-chunk", "--page-size=1"),

@@ -1,7 +1,7 @@
 """Jobs on an engine and in the simulator; ``main`` prints the totals of both as JSON.
 
-Its arguments are JSON, the policies, the ``row_share`` that they are planned with and the
-names of jobs, and those of the server.
+Its arguments are JSON, pairs of a job's name and a policy and the ``row_share`` that they are
+planned with, and those of the server.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def simulated(machine: Machine, rows: Any, policy: str) -> dict[str, int]:
 
 
 def main() -> None:
-    policies, row_share, jobs = json.loads(sys.argv[1])
+    cases, row_share = json.loads(sys.argv[1])
     found = {}
     with in_process.engine(in_process.parse_server_args(ARGUMENTS + sys.argv[2:])) as (
         engine,
@@ -87,10 +87,9 @@ def main() -> None:
         machine = engine.machine
         cost = replace(machine.cost, row_share=row_share)
         engine.learnt.machine = replace(machine, cost=cost)
-        for name in jobs:
-            for policy in policies:
-                rows = MORE_JOBS[name]()
-                real = loop.run_until_complete(run(engine, name, rows, policy))
-                predicted = simulated(engine.machine, rows, policy)
-                found[f"{name}, {policy}"] = {"real": real, "simulated": predicted}
+        for name, policy in cases:
+            rows = MORE_JOBS[name]()
+            real = loop.run_until_complete(run(engine, name, rows, policy))
+            predicted = simulated(engine.machine, rows, policy)
+            found[f"{name}, {policy}"] = {"real": real, "simulated": predicted}
     print(json.dumps(found))

@@ -5,12 +5,16 @@ A block after ``<!-- file: NAME -->`` is saved under that name. A ``console`` bl
 print, in which ``...`` stands for anything. After ``<!-- run: status N -->`` the command
 ends with that status. After ``<!-- run: interrupt -->`` it gets Ctrl-C when it has its
 first result, and after ``<!-- run: server -->`` it runs until the section ends.
+
+The first run and the server start as a reader starts them. The other commands are forks of a
+process that has SGLang imported, see :mod:`preloaded`.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -22,6 +26,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import forked_children
+import preloaded
 
 PAGE = Path(__file__).parents[2] / "docs" / "quickstart.md"
 BLOCK = re.compile(r"^<!-- (file|run)(?:: (.+?))? -->\n```\w+\n(.*?)^```$", re.M | re.S)
@@ -30,26 +38,36 @@ RUNS = ["", "", "status 2", "interrupt", "", "", "server", "", ""]
 MOST_S = 600
 
 
-@dataclass(frozen=True)
+@dataclass
 class Folder:
-    """The reader's folder and terminal. Port 30000 of the page is a free one here."""
+    """The reader's folder and terminal. Port 30000 of the page is a free one here.
+
+    has_run: whether an engine has run, so that the others may be forks.
+    """
 
     path: Path
     port: int
+    has_run: bool = False
 
     def text(self, shown: str) -> str:
         return shown.replace("30000", str(self.port))
 
     @property
     def environment(self) -> dict[str, str]:
-        tools = Path(sys.executable).parent
-        own = {"PATH": f"{tools}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-        return {**os.environ, **own, "XDG_DATA_HOME": str(self.path / "data")}
+        own = {"OMP_NUM_THREADS": "1", "XDG_DATA_HOME": str(self.path / "data")}
+        return {**os.environ, **own}
 
-    def start(self, command: str, output: Path) -> subprocess.Popen[bytes]:
+    def start(self, command: str, output: Path) -> subprocess.Popen[Any]:
+        command = self.text(command)
+        argv = quick_command(command, self.path)
+        if command.startswith("sglang-batch run") and not self.has_run:
+            argv = None
+        if argv is None:
+            tools = Path(sys.executable).parent
+            argv = ["bash", "-c", f'PATH={shlex.quote(str(tools))}:"$PATH"; {command}']
         with output.open("wb") as file:
-            return subprocess.Popen(
-                ["bash", "-c", self.text(command)],
+            return preloaded.Popen(
+                argv,
                 cwd=self.path,
                 env=self.environment,
                 stdout=file,
@@ -66,6 +84,16 @@ def test_the_page_does_what_it_shows(tmp_path: Path) -> None:
     assert [how for kind, how, _ in BLOCK.findall(page) if kind == "run"] == RUNS
     for section in re.split(r"^## ", page, flags=re.M):
         follow(section, folder, tmp_path)
+
+
+def quick_command(command: str, folder: Path) -> list[str] | None:
+    """The command for a fork, if it starts an engine that can be one."""
+    tool, what, *argv = shlex.split(command.replace("\\\n", " "))
+    if tool == "sglang-batch" and what != "serve":  # which becomes a new process
+        return forked_children.command("cli_main", what, *argv)
+    if tool == "python":
+        return forked_children.script_command(folder / what, *argv)
+    return None
 
 
 def follow(section: str, folder: Folder, outputs: Path) -> None:

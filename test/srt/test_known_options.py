@@ -12,7 +12,6 @@ import pytest
 
 from sglang_batch.errors import ConfigError
 from sglang_batch.srt.compat.command_line import OPTIONS, describe
-from sglang_batch.srt.engine.cpu_memory import KV_BYTES, default_limits
 from sglang_batch.srt.plugin import quiet_log
 
 WRITE = "run `python -m sglang_batch.srt.compat.command_line`"
@@ -29,31 +28,6 @@ def test_the_recorded_options_are_those_of_the_release() -> None:
     recorded = json.loads(OPTIONS.read_bytes())
     assert recorded["release"] == version("sglang"), WRITE
     assert recorded["options"] == describe(parser), WRITE
-
-
-@pytest.mark.parametrize(
-    ("bytes_per_token", "context", "gib", "limits"),
-    [
-        (512, 2048, 16, {"max_total_tokens": 256 * 2048}),  # 256 of full length
-        (131_072, 8192, 16, {"max_total_tokens": 8192}),
-        (
-            131_072, 131_072, 63,
-            {"max_total_tokens": 8192, "max_running_requests": 256},
-        ),
-        (  # one request of full length, in a quarter of the memory
-            131_072, 131_072, 64,
-            {"max_total_tokens": 131_072, "max_running_requests": 256},
-        ),
-        (1 << 20, 4096, 1, {"max_total_tokens": 4096}),  # the least
-    ],
-)  # fmt: skip
-def test_a_cpu_gets_memory_that_a_laptop_holds(
-    bytes_per_token: int, context: int, gib: int, limits: dict[str, int]
-) -> None:
-    found = default_limits(bytes_per_token, context, gib << 30)
-    assert found == limits
-    most = max(4 * KV_BYTES, (gib << 30) // 4)
-    assert found["max_total_tokens"] * bytes_per_token <= most
 
 
 def test_a_file_of_options_that_cannot_be_read_is_a_mistake(tmp_path: Path) -> None:

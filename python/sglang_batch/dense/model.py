@@ -119,7 +119,7 @@ class ModelOptions:
     """How a model is loaded by transformers.
 
     path: a directory, or a name on the Hugging Face hub.
-    dtype: ``auto`` for that of the checkpoint, or a name such as ``float32``.
+    dtype: a name, or ``auto``: the checkpoint's, or float32 on a CPU that lacks it.
     device: of torch. None: the accelerator if there is one.
     attention: ``eager``, ``sdpa`` or another of transformers. None: ours where the model
         takes it.
@@ -150,12 +150,18 @@ class ModelOptions:
         Raises:
             ConfigError: it cannot be loaded.
         """
-        return self._loaded(kind, config=config, dtype=self.dtype, **others)
+        dtype, own = self.dtype, config.get_text_config().dtype
+        if dtype == "auto" and self._device == "cpu" and own and not is_multiplied(own):
+            dtype = "float32"
+        return self._loaded(kind, config=config, dtype=dtype, **others)
 
     def placed(self, model: PreTrainedModel) -> PreTrainedModel:
         """The model on its device."""
-        usual = "cuda" if torch.cuda.is_available() else "cpu"
-        return model.to(self.device or usual)
+        return model.to(self._device)
+
+    @property
+    def _device(self) -> str:
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
     def _loaded(self, kind: Any, **others: Any) -> Any:
         try:
@@ -169,6 +175,15 @@ class ModelOptions:
             raise ConfigError(
                 f"--model-path {self.path} cannot be loaded by transformers: {error}"
             ) from error
+
+
+def is_multiplied(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions for matrix products of a dtype."""
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return True
 
 
 def load_model(options: ModelOptions) -> LoadedModel:

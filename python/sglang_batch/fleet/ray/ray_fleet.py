@@ -84,9 +84,8 @@ def _room(nodes: list[dict[str, Any]], resources: Mapping[str, float]) -> int:
         if not node["Alive"]:
             continue
         has = node["Resources"]
-        room += min(
-            (int(has.get(k, 0) / v) for k, v in resources.items() if v), default=1000
-        )
+        fits = (int(has.get(k, 0) / v) for k, v in resources.items() if v)
+        room += min(fits, default=1000)
     return room
 
 

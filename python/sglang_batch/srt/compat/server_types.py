@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypeAlias, TypedDi
 from ...config import OfflineBatchConfig
 
 if TYPE_CHECKING:
-    from sglang.srt.configs.embedding_model_spec import EmbeddingModelSpec
-    from sglang.srt.configs.model_config import AttentionArch
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 JsonObject: TypeAlias = dict[str, Any]
 """A decoded JSON object."""
@@ -25,31 +24,6 @@ TokenIds: TypeAlias = list[int] | list[list[int]] | None
 
 TemplateManager: TypeAlias = object
 """``sglang.srt.parser.template_manager.TemplateManager``, which is only passed on."""
-
-
-class ModelConfig(Protocol):
-    """``sglang.srt.configs.model_config.ModelConfig``."""
-
-    hf_config: PretrainedConfig
-    model_path: str
-    revision: str | None
-    vocab_size: int
-    hidden_size: int
-    head_dim: int
-    is_encoder_decoder: bool
-    is_multimodal: bool
-    is_hybrid_swa: bool
-    full_attention_layer_ids: list[int] | None
-    use_ngram_embedding: bool
-    use_engram: bool
-    # Of a server with a reasoning parser.
-    think_end_ids: list[int] | None
-    request_selectable_think_end_id_sequences: list[list[int]] | None
-    attention_arch: AttentionArch
-    embedding_model_spec: EmbeddingModelSpec
-
-    def get_num_attention_heads(self, tensor_parallel_size: int) -> int: ...
-    def get_num_kv_heads(self, tensor_parallel_size: int) -> int: ...
 
 
 class OfflineArgs(Protocol):

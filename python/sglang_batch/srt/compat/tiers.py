@@ -16,10 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
-from .server_types import ModelConfig
 from .support import STOCK_SCHEDULER
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
 
 
 class Tier(StrEnum):
@@ -61,7 +64,7 @@ def _compressed(config: ModelConfig) -> bool:
 
 
 def _windows(config: ModelConfig) -> bool:
-    return config.is_hybrid_swa
+    return bool(config.is_hybrid_swa)
 
 
 def _only_windows(config: ModelConfig) -> bool:

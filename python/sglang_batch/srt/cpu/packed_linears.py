@@ -20,6 +20,8 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import (
     WeightUpdater,
 )
 
+from ...dense.model import is_multiplied
+
 # Most memory for copies, as a share of the machine's. Layers beyond it are not packed.
 _MOST_MEMORY = 1 / 8
 # Methods of SGLang that change weights in place.
@@ -67,11 +69,9 @@ _copies = _Copies()
 
 
 def _is_supported(weight: torch.Tensor) -> bool:
-    if weight.device.type != "cpu" or weight.dim() != 2:
-        return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return bool(weight.dtype == torch.float32)
+    known = weight.dtype in (torch.float32, torch.bfloat16)
+    on_cpu = weight.device.type == "cpu" and weight.dim() == 2
+    return known and on_cpu and is_multiplied(weight.dtype)
 
 
 def _linear(
@@ -98,26 +98,14 @@ def use() -> None:
     if not torch.backends.mkldnn.is_available() or hasattr(method, _PACKED):
         return
     setattr(method, _PACKED, True)
-    method.process_weights_after_loading = _then_pack(
-        method.process_weights_after_loading
-    )
-    method.apply = _or_packed(method.apply)
-    LogitsProcessor._compute_lm_head = _or_packed_head(LogitsProcessor._compute_lm_head)
-    for name in _UPDATES:
-        setattr(WeightUpdater, name, _then_stale(getattr(WeightUpdater, name)))
+    load, multiply = method.process_weights_after_loading, method.apply
 
-
-def _then_pack(original: Callable[..., None]) -> Callable[..., None]:
-    @wraps(original)
+    @wraps(load)
     def process_weights_after_loading(method: Any, layer: torch.nn.Module) -> None:
-        original(method, layer)
+        load(method, layer)
         _copies.pack(layer)
 
-    return process_weights_after_loading
-
-
-def _or_packed(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @wraps(original)
+    @wraps(multiply)
     def apply(
         method: Any,
         layer: torch.nn.Module,
@@ -125,14 +113,16 @@ def _or_packed(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         found = _linear(layer, x, bias)
-        return original(method, layer, x, bias) if found is None else found
+        return multiply(method, layer, x, bias) if found is None else found
 
-    return apply
+    method.process_weights_after_loading = process_weights_after_loading
+    method.apply = apply
+    LogitsProcessor._compute_lm_head = _or_packed(LogitsProcessor._compute_lm_head)
+    for name in _UPDATES:
+        setattr(WeightUpdater, name, _then_stale(getattr(WeightUpdater, name)))
 
 
-def _or_packed_head(
-    original: Callable[..., torch.Tensor],
-) -> Callable[..., torch.Tensor]:
+def _or_packed(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @wraps(original)
     def compute(
         processor: Any,

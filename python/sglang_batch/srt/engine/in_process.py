@@ -89,7 +89,7 @@ def _refusing(subject: str) -> Iterator[None]:
 
 def memory_note(server_args: OfflineArgs) -> str:
     """The size of the KV cache, if it is our default for a CPU, else empty."""
-    from .cpu_memory import NOTE
+    from .cpu_defaults import NOTE
 
     return str(getattr(server_args, NOTE, ""))
 

@@ -30,10 +30,9 @@ from ...dense.pooling import CheckpointFiles, UnitLength, declared_pooling
 from ...errors import ConfigError
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from ..compat.server_types import ModelConfig
 
 logger = logging.getLogger(__name__)
 

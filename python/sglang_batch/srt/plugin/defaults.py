@@ -21,7 +21,7 @@ from ...errors import ConfigError, ExitStatus
 from ...planner.choosing.ways import MOST_GRAPH_ROWS
 from ..compat import support, tiers
 from ..compat.offline_hooks import is_offline
-from ..engine.cpu_memory import limit_cpu_memory
+from ..engine.cpu_defaults import limit_cpu_memory
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

@@ -34,14 +34,14 @@ def enter_offline_main() -> None:
 
 def _hook_main() -> None:
     from ..disaggregation import backend
-    from ..engine import pooling, processes
+    from ..engine import cpu_defaults, pooling, processes
     from . import defaults
 
     defaults.register()
     backend.register()
     register, around, after = hooks.register_offline, HookType.AROUND, HookType.AFTER
-    model_config = pooling.after_model_config
-    register(hooks.MODEL_CONFIG_HOOK, model_config, after, hooks.first)
+    for hook in pooling.after_model_config, cpu_defaults.choose_dtype:
+        register(hooks.MODEL_CONFIG_HOOK, hook, after, hooks.first)
     register(hooks.SERVER_HOOK, _run_server, around, hooks.first)
     register(hooks.LAUNCH_HOOK, processes.tell_of_schedulers, after, hooks.second)
     register(hooks.SHUTDOWN_HOOK, defaults.undo, after, hooks.own)
@@ -50,9 +50,7 @@ def _hook_main() -> None:
 
 
 def _run_server(*args: Any, **kwargs: Any) -> None:
-    """See :func:`.server_routes.run_server`. Its imports take a second that an engine in a
-    program does not need.
-    """
+    """:func:`.server_routes.run_server`, whose imports no engine in a program needs."""
     from .server_routes import run_server
 
     run_server(*args, **kwargs)

@@ -37,7 +37,7 @@ def hook_scheduler() -> None:
     from ..attention import attention_backend, attention_choice
     from ..compat import support
     from ..disaggregation import backend
-    from ..engine import pooling
+    from ..engine import cpu_defaults, pooling
     from ..overlap import overlapped_steps
     from ..scheduler import answer_ends
     from ..scheduler.kv import planned_cache
@@ -45,8 +45,8 @@ def hook_scheduler() -> None:
 
     register, around, after = HookRegistry.register, HookType.AROUND, HookType.AFTER
     quiet_log.quiet_scheduler()
-    model_config = pooling.after_model_config
-    hooks.register_offline(hooks.MODEL_CONFIG_HOOK, model_config, after, hooks.first)
+    for hook in pooling.after_model_config, cpu_defaults.choose_dtype:
+        hooks.register_offline(hooks.MODEL_CONFIG_HOOK, hook, after, hooks.first)
     register(hooks.LOAD_MODEL_HOOK, pooling.after_load_model, after)
     planned_cache.register()
     register_attention_backend(support.ATTENTION_BACKEND)(attention_choice.make_backend)

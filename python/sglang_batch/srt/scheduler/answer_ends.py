@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import xgrammar
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.schedule_batch import (
     FINISH_ABORT,
     FINISH_LENGTH,
@@ -38,7 +39,6 @@ from ...batch_api.stop_rules import (
     without_extra,
 )
 from ..compat.scheduler_types import Req
-from ..compat.server_types import ModelConfig
 
 
 class FinishedByRule(BaseFinishReason):  # type: ignore[misc]

@@ -1,8 +1,8 @@
-"""Memory of an engine on a CPU: a default that a laptop can hold.
+"""Defaults of an engine on a CPU: memory that a laptop has, and a dtype that it multiplies.
 
 SGLang gives the KV cache a share of the device's memory. A GPU's memory is the
 engine's alone, but on a CPU that share is most of the machine's, and is written to at
-the start.
+the start. It also rounds float32 checkpoints to float16, which few CPUs multiply.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+import torch
 from sglang.srt.arg_groups import overrides
 from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
 
+from ...dense.model import is_multiplied
 from .machine import model_spec
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -33,6 +36,16 @@ TABLE_ENTRY_BYTES = 4
 MIN_RUNNING = 16
 # Attribute of the arguments with the sentence about this default.
 NOTE = "_offline_memory_note"
+
+
+def choose_dtype(
+    config: ModelConfig, server_args: ServerArgs, *_args: object, **_kwargs: object
+) -> None:
+    """AFTER hook: float32, not a dtype that the CPU emulates, unless the user chose one."""
+    view = overrides.resolving_view(server_args)
+    chosen = view.dtype != "auto" or config.quantization is not None
+    if view.device == "cpu" and not chosen and not is_multiplied(config.dtype):
+        config.dtype = torch.float32
 
 
 def limit_cpu_memory(server_args: ServerArgs) -> None:

@@ -1,0 +1,107 @@
+"""An engine on a CPU takes memory that a laptop has, and a dtype that the processor multiplies."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import preloaded
+import pytest
+import torch
+
+from sglang_batch.dense.model import ModelOptions, is_multiplied, load_model
+from sglang_batch.srt.engine.cpu_defaults import KV_BYTES, default_limits
+
+CHOSEN = """if True:
+    import json, sys
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang_batch.srt.engine import cpu_defaults
+    from sglang_batch.srt.engine.in_process import parse_server_args
+
+    multiplied, *cases = json.loads(sys.argv[1])
+    cpu_defaults.is_multiplied = lambda dtype: str(dtype).removeprefix("torch.") in multiplied
+    for path, options in cases:
+        args = parse_server_args(["--model-path", path, "--device", "cpu", *options])
+        print(str(ModelConfig.from_server_args(args).dtype).removeprefix("torch."))
+"""
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_token", "context", "gib", "limits"),
+    [
+        (512, 2048, 16, {"max_total_tokens": 256 * 2048}),  # 256 of full length
+        (131_072, 8192, 16, {"max_total_tokens": 8192}),
+        (
+            131_072, 131_072, 63,
+            {"max_total_tokens": 8192, "max_running_requests": 256},
+        ),
+        (  # one request of full length, in a quarter of the memory
+            131_072, 131_072, 64,
+            {"max_total_tokens": 131_072, "max_running_requests": 256},
+        ),
+        (1 << 20, 4096, 1, {"max_total_tokens": 4096}),  # the least
+    ],
+)  # fmt: skip
+def test_a_cpu_gets_memory_that_a_laptop_holds(
+    bytes_per_token: int, context: int, gib: int, limits: dict[str, int]
+) -> None:
+    found = default_limits(bytes_per_token, context, gib << 30)
+    assert found == limits
+    most = max(4 * KV_BYTES, (gib << 30) // 4)
+    assert found["max_total_tokens"] * bytes_per_token <= most
+
+
+def checkpoint(demo_model: Path, folder: Path, dtype: str) -> str:
+    """The demo model as if it had been trained in a dtype."""
+    path = folder / dtype
+    path.mkdir()
+    for file in demo_model.iterdir():
+        (path / file.name).symlink_to(file)
+    config = json.loads((path / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    (path / "config.json").unlink()
+    (path / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("multiplied", "expected"),
+    [
+        (["float32"], ["float32"] * 3),
+        (["float32", "bfloat16"], ["float32", "float32", "bfloat16"]),
+        # A float32 checkpoint is rounded as SGLang rounds it.
+        (["float32", "bfloat16", "float16"], ["float16", "float16", "bfloat16"]),
+    ],
+)
+def test_a_dtype_that_the_processor_would_emulate_is_float32(
+    demo_model: Path, tmp_path: Path, multiplied: list[str], expected: list[str]
+) -> None:
+    cases: list[Any] = [
+        (checkpoint(demo_model, tmp_path, dtype), [])
+        for dtype in ("float32", "float16", "bfloat16")
+    ]
+    named = "float16", "bfloat16"
+    cases += [(cases[0][0], ["--dtype", dtype]) for dtype in named]
+    argument = json.dumps([multiplied, *cases])
+    done = preloaded.run([sys.executable, "-c", CHOSEN, argument])
+    assert done.stdout.split() == [*expected, *named], done.stderr[-3000:]
+
+
+def test_so_it_is_in_the_dense_engine(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint(demo_model, tmp_path, "bfloat16")
+
+    def dtype_of(**options: str) -> torch.dtype:
+        return load_model(ModelOptions(path, device="cpu", **options)).model.dtype  # type: ignore[arg-type]
+
+    def emulated(dtype: torch.dtype) -> bool:
+        return dtype == torch.float32
+
+    own = torch.bfloat16 if is_multiplied(torch.bfloat16) else torch.float32
+    assert dtype_of() == own
+    monkeypatch.setattr("sglang_batch.dense.model.is_multiplied", emulated)
+    assert dtype_of() == torch.float32
+    assert dtype_of(dtype="bfloat16") == torch.bfloat16

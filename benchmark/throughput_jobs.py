@@ -46,7 +46,7 @@ class ThroughputJob:
     def server_arguments(self) -> list[str]:
         arguments = [
             "--dtype=float32",
-            "--mem-fraction-static=0.3",
+            "--mem-fraction-static=0.8",
             f"--max-total-tokens={self.kv_tokens}",
             f"--max-running-requests={self.max_running}",
             f"--chunked-prefill-size={CHUNK}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -352,6 +353,25 @@ def test_tokens_count_while_they_are_being_written(
         keyed.access.write()
         seen.append(keyed.access.used_today("ann")["tokens"])
     assert seen == [8, 8, 16, 16]
+
+
+def test_two_writers_count_a_call_once(
+    keyed: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server writes every few seconds, and once more when it stops."""
+    other = threading.Thread(target=keyed.access.write)
+
+    def write(store: BatchStore, name: str, **counts: int) -> None:
+        if other.ident is None:
+            other.start()
+            other.join(0.5)
+        usage.add_usage(store, name, **counts)
+
+    monkeypatch.setattr(authorization, "add_usage", write)
+    keyed.access.count("ann", Counter(calls=1, input_tokens=5, output_tokens=3))
+    keyed.access.write()
+    other.join()
+    assert keyed.access.used_today("ann")["tokens"] == 8
 
 
 def test_a_client_sees_its_own_usage_only(keyed: Server) -> None:

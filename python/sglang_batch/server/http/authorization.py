@@ -372,6 +372,7 @@ class AccessControl:
         self._db = _reader(self.store.directory)
         self._unwritten: dict[str, Counter[str]] = {}
         self._lock = threading.Lock()
+        self._write_lock = threading.Lock()
         self._writing = Repeated(
             lambda: in_thread(self.write), WRITE_EVERY_S, "Writing the usage of keys"
         )
@@ -452,19 +453,24 @@ class AccessControl:
 
     def write(self) -> None:
         """Write the counts. A full disk only delays it."""
-        for name in list(self._unwritten):
-            with self._lock:
-                counts = Counter(self._unwritten[name])
-            try:
-                add_usage(self.store, name, **counts)
-            except sqlite3.Error as error:
-                logger.warning("The usage of %r is not written yet: %s", name, error)
-                continue
-            # Not before, so that no check of a limit misses them.
-            with self._lock:
-                self._unwritten[name] -= counts
-                if not self._unwritten[name]:
-                    del self._unwritten[name]
+        # One writer at a time: two would write the same counts.
+        with self._write_lock:
+            for name in list(self._unwritten):
+                self._write(name)
+
+    def _write(self, name: str) -> None:
+        with self._lock:
+            counts = Counter(self._unwritten[name])
+        try:
+            add_usage(self.store, name, **counts)
+        except sqlite3.Error as error:
+            logger.warning("The usage of %r is not written yet: %s", name, error)
+            return
+        # Not before, so that no check of a limit misses them.
+        with self._lock:
+            self._unwritten[name] -= counts
+            if not self._unwritten[name]:
+                del self._unwritten[name]
 
 
 def _reader(directory: Path) -> sqlite3.Connection:

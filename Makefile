@@ -27,11 +27,10 @@ demo-embeddings: env
 fleet-demo: env
 	$(BIN)/python benchmark/fleet_demo.py
 
-# Types are checked on one core while the planner, which takes longest, is compiled on
-# another. Otherwise each process of the tests would compile it.
+# The planner is compiled first. Otherwise each process of the tests would compile it.
 test: lint
-	$(MAKE) -j 2 compile-planner types compile-fields
-	$(MAKE) unit
+	$(MAKE) -j 2 compile-planner compile-fields
+	$(MAKE) -j 2 types unit
 
 # All but test/srt, the tests that import or start SGLang, and those marked as slow.
 test-fast: lint

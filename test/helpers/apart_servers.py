@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import preloaded
+from forked_children import command
 from servers import (
     SERVER_ARGS,
     Server,
     free_port,
     kill_group,
-    quick_server,
     wait_until_ready,
 )
 
@@ -91,8 +91,8 @@ class ApartServers:
 
     def _start(self, mode: str, port: int, *args: str) -> Server:
         log_path = self._directory / f"{mode}-{time.monotonic_ns()}.log"
-        command = [
-            *quick_server(),
+        argv = [
+            *command("server_main"),
             *(f"--model-path={self._model}", "--host=127.0.0.1", f"--port={port}"),
             *(
                 "--offline-batch",
@@ -103,7 +103,7 @@ class ApartServers:
         ]
         with open(log_path, "wb") as log:
             process = preloaded.Popen(
-                command,
+                argv,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "SGLANG_HOST_IP": "127.0.0.1"},

@@ -5,9 +5,9 @@ SGLang for ten seconds of processor time. Scripts run by :func:`command` import 
 or not at all if :mod:`preloaded` runs them.
 Their children come from a fork server, as those of Python's ``forkserver`` method:
 forked before any plugin was loaded, and given the pickled target and arguments that a
-new process would get. A fork cannot show it all: prometheus_client, for one, is imported
-before SGLang sets its directory. So servers with metrics or several tokenizer workers, and
-the one that most tests share, start as a user starts them.
+new process would get, and its environment. So does ``python -m sglang_batch``, started by
+a script. A fork cannot show it all, so servers with several tokenizer workers, and the one
+that most tests share, start as a user starts them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,22 @@ import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing import (
+    forkserver,
+    popen_forkserver,
+    reduction,
+    resource_tracker,
+    spawn,
+    util,
+)
 from pathlib import Path
 from typing import Any
+
+import preloaded
 
 
 def command(module: str, *argv: str) -> list[str]:
@@ -39,6 +49,7 @@ def script_command(script: Path, *argv: str) -> list[str]:
 
 def run_script(path: str) -> None:
     start_fork_server()
+    subprocess.Popen = Popen  # type: ignore[misc]
     sys.path[0] = str(Path(path).parent)  # as Python does
     sys.argv[0] = path
     runpy.run_path(path, run_name="__main__")
@@ -50,6 +61,83 @@ def run(name: str) -> None:
     module.main()
 
 
+class Popen(subprocess.Popen[Any]):
+    """``python -m sglang_batch ARGUMENTS`` in a child of the fork server."""
+
+    _forked: popen_forkserver.Popen | None = None
+
+    def _execute_child(self, args: Any, executable: Any, *rest: Any) -> None:  # type: ignore[override]
+        ours = [sys.executable, "-m", "sglang_batch"]
+        if isinstance(args, str) or list(args[:3]) != ours or "serve" in args:
+            super()._execute_child(args, executable, *rest)  # type: ignore[misc]
+            return
+        started = preloaded.Started.of(rest)
+        command = _Command([*map(str, args[2:])], started)
+        describe = spawn.get_preparation_data
+        spawn.get_preparation_data = lambda name: {"environment": started.env}
+        try:
+            self._forked = popen_forkserver.Popen(command)  # type: ignore[arg-type]
+        finally:
+            spawn.get_preparation_data = describe
+        self.pid = self._forked.pid
+        self._child_created = True
+        self._close_pipe_fds(*started.pipes)  # type: ignore[attr-defined]
+
+    def _internal_poll(self, *args: Any, **kwargs: Any) -> int | None:
+        if self._forked is None:
+            return super()._internal_poll(*args, **kwargs)  # type: ignore[misc,no-any-return]
+        self.returncode = self._forked.poll()
+        return self.returncode
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if self._forked is None:
+            return super()._try_wait(wait_flags)  # type: ignore[misc,no-any-return]
+        code = self._forked.poll(wait_flags)
+        if code is None:
+            return 0, 0
+        return self.pid, code << 8 if code >= 0 else -code
+
+
+class _Command:
+    """In place of a :class:`multiprocessing.Process`: a command of ``sglang_batch``."""
+
+    _name = "sglang_batch"
+
+    def __init__(self, argv: list[str], started: preloaded.Started) -> None:
+        self.argv = argv
+        self.started = started
+        self.streams = [_Passed(fd) for fd in started.streams]
+
+    def _bootstrap(self, parent_sentinel: int) -> int:
+        os.close(parent_sentinel)
+        for own, given in enumerate(self.streams):
+            os.dup2(given.fd, own)
+        if self.started.new_session:
+            os.setsid()
+        os.chdir(self.started.cwd)
+        start_fork_server()
+        sys.argv = self.argv
+        try:
+            runpy.run_module("sglang_batch", run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else int(bool(end.code))
+        return 0
+
+
+class _Passed:
+    """A file descriptor that a child of the fork server gets, too."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __reduce__(self) -> Any:
+        return _passed, (reduction.DupFd(self.fd),)
+
+
+def _passed(duplicate: Any) -> _Passed:
+    return _Passed(duplicate.detach())
+
+
 def start_fork_server() -> None:
     """Fork the server from this process. SGLang's children are then its forks.
 
@@ -59,6 +147,17 @@ def start_fork_server() -> None:
     for name in ("scheduler", "detokenizer_manager"):
         importlib.import_module(f"sglang.srt.managers.{name}")
     start_new, set_method = util.spawnv_passfds, multiprocessing.set_start_method
+    describe, prepare = spawn.get_preparation_data, spawn.prepare
+
+    def prepare_with_environment(data: dict[str, Any]) -> None:
+        os.environ.clear()
+        os.environ.update(data["environment"])
+        prepare(data)
+
+    spawn.prepare = prepare_with_environment
+    spawn.get_preparation_data = lambda name: (
+        describe(name) | {"environment": dict(os.environ)}
+    )
 
     def fork(path: Any, arguments: Sequence[Any], fds: Sequence[int]) -> int:
         if "forkserver" not in str(arguments[-1]):

@@ -23,13 +23,17 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # SGLang reads these, and we ours, when an engine starts, not when they are imported.
 READ_LATER = (
     "ADAPTER",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUTE_DSL_LOG_",
     "ENCODER_",
+    "NCCL_",
     "OFFLOAD",
     "PYTEST_",
     "SGLANG_BATCH_",
@@ -39,6 +43,8 @@ READ_LATER = (
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY",
     "SGLANG_HOST_IP",
     "SGLANG_MAMBA_CONV_DTYPE",
+    "SGLANG_RUN_ID",
+    "TRTLLM_ENABLE_PDL",
     "XDG_",
 )
 MODULES = (
@@ -59,28 +65,42 @@ PR_SET_CHILD_SUBREAPER = 36
 MESSAGE_BYTES = 1 << 17
 
 
+class Started(NamedTuple):
+    """How :class:`subprocess.Popen` starts a process."""
+
+    cwd: str
+    env: dict[str, str]
+    new_session: bool
+    pipes: list[int]
+
+    @classmethod
+    def of(cls, rest: Sequence[Any]) -> Started:
+        """From the arguments of ``_execute_child`` in Python 3.11 to 3.14."""
+        _, _, _, cwd, env, _, _, _, *pipes = rest[:14]
+        env = dict(os.environ if env is None else env)
+        return cls(str(cwd or os.getcwd()), env, bool(rest[19]), pipes)
+
+    @property
+    def streams(self) -> list[int]:
+        """The new process's stdin, stdout and stderr."""
+        given = (self.pipes[0], self.pipes[3], self.pipes[5])
+        return [own if fd == -1 else fd for own, fd in enumerate(given)]
+
+
 class Popen(subprocess.Popen[Any]):
     """A program in a fork of the template. Needs ``[sys.executable, "-c", code, ...]``."""
 
     def _execute_child(self, args: Any, executable: Any, *rest: Any) -> None:  # type: ignore[override]
-        # As subprocess passes them on in Python 3.11 to 3.14.
-        _, _, _, cwd, env, _, _, _, *pipes = rest[:14]
-        new_session = rest[19]
-        env = dict(os.environ if env is None else env)
+        started = Started.of(rest)
         is_code = list(args[:2]) == [sys.executable, "-c"]
-        template = _template(env) if is_code else None
+        template = _template(started.env) if is_code else None
         if template is None:
             super()._execute_child(args, executable, *rest)  # type: ignore[misc]
             return
-        stdin, _, _, stdout, _, stderr = pipes
-        streams = [
-            own if given == -1 else given
-            for own, given in enumerate((stdin, stdout, stderr))
-        ]
-        wanted = (list(map(str, args[2:])), str(cwd or os.getcwd()), env, new_session)
-        self.pid = template.fork(pickle.dumps(wanted), streams)
+        wanted = (list(map(str, args[2:])), *started[:3])
+        self.pid = template.fork(pickle.dumps(wanted), started.streams)
         self._child_created = True
-        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+        self._close_pipe_fds(*started.pipes)  # type: ignore[attr-defined]
 
 
 def run(

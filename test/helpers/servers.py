@@ -94,9 +94,9 @@ def server(
             takes a third of the processor time, see :mod:`forked_children`.
     """
     port = free_port()
-    forked = not as_user and (python, module) == (sys.executable, LAUNCH)
+    forked = None if as_user or python != sys.executable else quick_command(module)
     command = [
-        *(quick_server() if forked else (python, "-m", *module)),
+        *(forked or (python, "-m", *module)),
         f"--model-path={model}",
         "--host=127.0.0.1",
         f"--port={port}",
@@ -120,9 +120,15 @@ def server(
         kill_group(process)
 
 
-def quick_server() -> list[str]:
+def quick_command(module: Sequence[str]) -> list[str] | None:
     """The command of a server whose children are forks, for :class:`preloaded.Popen`."""
-    return forked_children.command("server_main")
+    if module == LAUNCH:
+        return forked_children.command("server_main")
+    name, *arguments = module
+    # With the other backend, `serve` becomes a new process.
+    if name == "sglang_batch" and "--backend=transformers" in arguments:
+        return forked_children.command("cli_main", *arguments)
+    return None
 
 
 def wait_until_ready(running: Server) -> None:

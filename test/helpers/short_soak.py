@@ -1,6 +1,6 @@
-"""The soak of the batch service, whose first server alone starts as a user starts it.
+"""The soak of the batch service. Its servers and the stock engine are forks.
 
-The other servers and the stock engine are forks, see :mod:`forked_children`.
+See :mod:`forked_children`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,8 @@ import soak_batch_service
 import soak_engine
 import soak_server
 
-as_user = soak_server.launch
-
 
 def launch(arguments: list[str], **options: Any) -> subprocess.Popen[bytes]:
-    soak_server.launch = quick_launch
-    return as_user(arguments, **options)
-
-
-def quick_launch(arguments: list[str], **options: Any) -> subprocess.Popen[bytes]:
     command = forked_children.command("server_main", *arguments)
     return preloaded.Popen(command, **options)
 

@@ -172,7 +172,7 @@ def aborts(s: Stress) -> dict[str, Any]:
     for seed, state in enumerate(STATES, 100):
         # One prefix for all, computed in chunks. The last one leaves room in its step,
         # where others would join. Answers are longer than estimated.
-        cases = _cases(seed, 12 * ranks, 12, 90, shared=3 * CHUNK - 50)
+        cases = _cases(seed, 10 * ranks, 12, 80, shared=3 * CHUNK - 50)
         name = f"job_times0.1_abort_{state}"
         job = s.job(name, cases, "dfs", max_line_attempts=1)
         s.run(s.finish(job))

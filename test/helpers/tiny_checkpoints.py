@@ -107,9 +107,14 @@ ARGUMENTS = {
 ENDS = [257, 263]
 
 
-def write_checkpoint(model_type: str, path: Path, demo_model: Path) -> Path:
-    """A checkpoint with weights that bfloat16 holds: SGLang keeps some of them in it."""
-    fields = {"max_position_embeddings": 2048, **CHECKPOINTS[model_type]}
+def write_checkpoint(
+    model_type: str, path: Path, demo_model: Path, **changed: Any
+) -> Path:
+    """A checkpoint with weights that bfloat16 holds: SGLang keeps some of them in it.
+
+    changed: fields of its configuration.
+    """
+    fields = {"max_position_embeddings": 2048, **CHECKPOINTS[model_type], **changed}
     model = tiny_model(model_type, **fields)
     torch.manual_seed(0)
     for name, weight in model.named_parameters():

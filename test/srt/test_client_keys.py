@@ -210,7 +210,6 @@ def keyed_server(
         f"--admin-api-key={ADMIN}",
         "--enable-metrics",
         log_dir=directory,
-        as_user=True,
     ) as running:
         yield running
 

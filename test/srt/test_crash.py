@@ -177,6 +177,7 @@ def test_run_killed_continues_when_started_again(
     last = interrupted.stderr.splitlines()[-1]
     assert f"Stopped with {len(before)} of {NUM_LINES} requests done" in last
     assert "error" not in interrupted.stderr
+    assert_quiet(interrupted, tmp_path / "out.jsonl.job" / "engine.log")
 
     # Another machine, which has the state alone.
     again = run(writing(elsewhere))
@@ -193,6 +194,17 @@ def test_run_killed_continues_when_started_again(
     here = run(command)
     assert here.returncode == 2
     assert "is complete, and its output is not here" in here.stderr
+
+
+def assert_quiet(done: subprocess.CompletedProcess[str], engine_log: Path) -> None:
+    """The engine's output is in its log, and SGLang's warnings of lacking devices nowhere."""
+    assert len(done.stderr.splitlines()) <= 15, done.stderr
+    assert "Warning:" not in done.stderr
+    assert "server_args" not in done.stderr + done.stdout
+    kept = engine_log.read_text()
+    assert "Offline batch scheduler ready" in kept
+    assert "Prefill batch" not in kept
+    assert max(map(len, kept.splitlines())) < 2000
 
 
 def run_until(

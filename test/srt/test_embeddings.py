@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,10 +48,11 @@ def expected() -> Vectors:
     import torch
     from transformers import AutoModel, AutoTokenizer
 
-    os.environ["HF_HUB_OFFLINE"] = "1"
     path = get_model_path()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model: Any = AutoModel.from_pretrained(path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    model: Any = AutoModel.from_pretrained(
+        path, local_files_only=True, dtype=torch.float32
+    )
     vectors = []
     for text in TEXTS:
         inputs = tokenizer(text, return_tensors="pt", truncation=True, max_length=256)

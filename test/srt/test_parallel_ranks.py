@@ -28,7 +28,8 @@ def _a_core_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def experts(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("experts") / "deepseek_v3"
-    return write_checkpoint("deepseek_v3", path, demo_model)
+    # A layer without experts and one with, each of which waits for the other rank.
+    return write_checkpoint("deepseek_v3", path, demo_model, num_hidden_layers=2)
 
 
 def jobs(model: Path, what: str, *argv: str) -> Any:

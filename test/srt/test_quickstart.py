@@ -6,8 +6,8 @@ print, in which ``...`` stands for anything. After ``<!-- run: status N -->`` th
 ends with that status. After ``<!-- run: interrupt -->`` it gets Ctrl-C when it has its
 first result, and after ``<!-- run: server -->`` it runs until the section ends.
 
-The first run and the server start as a reader starts them. The other commands are forks of a
-process that has SGLang imported, see :mod:`preloaded`.
+The server starts as a reader starts it. The other commands are forks of a process that has
+SGLang imported, see :mod:`preloaded`. ``test_crash.py`` starts a run as its user does.
 """
 
 from __future__ import annotations
@@ -40,14 +40,10 @@ MOST_S = 600
 
 @dataclass
 class Folder:
-    """The reader's folder and terminal. Port 30000 of the page is a free one here.
-
-    has_run: whether an engine has run, so that the others may be forks.
-    """
+    """The reader's folder and terminal. Port 30000 of the page is a free one here."""
 
     path: Path
     port: int
-    has_run: bool = False
 
     def text(self, shown: str) -> str:
         return shown.replace("30000", str(self.port))
@@ -60,8 +56,6 @@ class Folder:
     def start(self, command: str, output: Path) -> subprocess.Popen[Any]:
         command = self.text(command)
         argv = quick_command(command, self.path)
-        if command.startswith("sglang-batch run") and not self.has_run:
-            argv = None
         if argv is None:
             tools = Path(sys.executable).parent
             argv = ["bash", "-c", f'PATH={shlex.quote(str(tools))}:"$PATH"; {command}']

@@ -47,7 +47,6 @@ def sharing(
         "--chunked-prefill-size=256",
         "--enable-metrics",
         log_dir=directory,
-        as_user=True,
     ) as running:
         yield running
 

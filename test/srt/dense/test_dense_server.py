@@ -39,6 +39,7 @@ def dense_server(
         module=("sglang_batch", "serve", "--backend=transformers"),
         defaults=("--dtype=float32", "--device=cpu", "--served-model-name=demo"),
         log_dir=folder,
+        as_user=True,
     ) as running:
         yield running
 

@@ -35,6 +35,7 @@ READ_LATER = (
     "ENCODER_",
     "NCCL_",
     "OFFLOAD",
+    "PROMETHEUS_",
     "PYTEST_",
     "SGLANG_BATCH_",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS",

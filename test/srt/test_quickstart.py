@@ -30,6 +30,9 @@ from typing import Any
 
 import forked_children
 import preloaded
+import pytest
+
+from sglang_batch.cli import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "quickstart.md"
 BLOCK = re.compile(r"^<!-- (file|run)(?:: (.+?))? -->\n```\w+\n(.*?)^```$", re.M | re.S)
@@ -70,14 +73,46 @@ class Folder:
             )
 
 
-def test_the_page_does_what_it_shows(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "folder", free_port())
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a reader who has done what the page shows."""
+    outputs = tmp_path_factory.mktemp("quickstart")
+    folder = Folder(outputs / "folder", free_port())
     folder.path.mkdir()
     page = PAGE.read_text(encoding="utf-8")
     assert [how for kind, how, _ in BLOCK.findall(page) if kind == "file"] == FILES
     assert [how for kind, how, _ in BLOCK.findall(page) if kind == "run"] == RUNS
     for section in re.split(r"^## ", page, flags=re.M):
-        follow(section, folder, tmp_path)
+        follow(section, folder, outputs)
+    return folder.path
+
+
+def test_the_page_does_what_it_shows(followed: Path) -> None:
+    assert {path.name for path in followed.iterdir()} >= {*FILES, "answers.jsonl"}
+
+
+def test_the_real_model_answers(
+    followed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = followed / "model"
+    assert main(["demo-model", "--real", str(folder)]) == 0
+    assert capsys.readouterr().out == f"the same demo model is already in {folder}\n"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    answer = model.generate(**prompt, max_new_tokens=20, do_sample=False)
+    text = tokenizer.decode(answer[0, prompt["input_ids"].shape[1] :])
+    assert text == "The capital of France is Paris.<|im_end|>"
+    # The random model does not replace it by mistake.
+    assert main(["demo-model", str(folder)]) == 2
+    assert "another demo model (model SmolLM2-135M-Instruct)" in capsys.readouterr().err
 
 
 def quick_command(command: str, folder: Path) -> list[str] | None:

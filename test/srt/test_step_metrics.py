@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import textwrap
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import preloaded
 import pytest
 from prometheus_client import CollectorRegistry
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollectorContext
@@ -150,10 +150,10 @@ def test_other_processes_are_scraped_as_sglang_scrapes_them(tmp_path: Path) -> N
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
 
     def python(code: str, *arguments: str) -> str:
-        return subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code), *arguments],
-            env=environment, capture_output=True, text=True, check=True,
-        ).stdout  # fmt: skip
+        command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+        done = preloaded.run(command, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     for rank in ("0", "1", "1"):
         python(program, rank)

@@ -501,7 +501,7 @@ def main() -> int:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="10,000 requests per blend, and a fifth of the documents",
+        help="6,000 requests per blend, and a tenth of the documents",
     )
     parser.add_argument(
         "--weight-reads", action="store_true", help="include the reading of weights"
@@ -509,12 +509,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument("--save", metavar="NAME", help="also write results/NAME.json")
     options = parser.parse_args()
-    num_requests = 10_000 if options.quick else options.num_requests
+    num_requests = 6_000 if options.quick else options.num_requests
     reads = WEIGHT_READ_S if options.weight_reads else 0.0
     cost = replace(COST, weight_read_time_s=reads)
     figures = traces(cost, num_requests, options.seed)
     if options.quick:  # too few requests for the targets
-        of_documents = long_documents(cost, 0.2, options.seed)
+        of_documents = long_documents(cost, 0.1, options.seed)
         figures += [replace(figure, target=None) for figure in of_documents]
     else:
         figures += long_documents(cost, 1.0, options.seed)

@@ -14,6 +14,8 @@ import os
 import sys
 from typing import Any
 
+# For the engines that start after one has ended.
+MORE_FORK_SERVERS = 2
 GREEDY = {"temperature": 0, "max_new_tokens": 12}
 PROMPTS = [
     "The tide comes in twice a day. " * 4 + f"Question {i % 5}{'?' * (i % 3)}"

@@ -12,11 +12,14 @@ that most tests share, start as a user starts them.
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import multiprocessing
 import os
+import pickle
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -33,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import preloaded
+import psutil
 
 
 def command(module: str, *argv: str) -> list[str]:
@@ -57,7 +61,7 @@ def run_script(path: str) -> None:
 
 def run(name: str) -> None:
     module = importlib.import_module(name)
-    start_fork_server()
+    start_fork_server(getattr(module, "MORE_FORK_SERVERS", 0))
     module.main()
 
 
@@ -138,10 +142,39 @@ def _passed(duplicate: Any) -> _Passed:
     return _Passed(duplicate.detach())
 
 
-def start_fork_server() -> None:
+class _Spare:
+    """A fork of this process that becomes a fork server when the one before was ended."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = os.fork()
+        if self.pid:
+            theirs.close()
+            return
+        self._socket.close()
+        message, given, _, _ = socket.recv_fds(theirs, 1 << 16, 16)
+        if not message:  # this process has ended
+            os._exit(0)
+        program, wanted = pickle.loads(message)
+        moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, 1 << 10) for fd in given]
+        for fd, number in zip(moved, wanted, strict=True):
+            os.dup2(fd, number)
+        _serve(program, wanted)
+
+    def serve(self, program: str, fds: Sequence[int]) -> int:
+        """Its process id, as of a new fork server."""
+        message = pickle.dumps((program, list(fds)))
+        socket.send_fds(self._socket, [message], list(fds))
+        return self.pid
+
+
+def start_fork_server(more: int = 0) -> None:
     """Fork the server from this process. SGLang's children are then its forks.
 
     They import the models of ``quick_models`` first, and all others only for another model.
+
+    more: servers for later engines. The end of an engine ends all children of its process, but
+        not those that wait for their turn.
     """
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "quick_models")
     for name in ("scheduler", "detokenizer_manager"):
@@ -159,14 +192,22 @@ def start_fork_server() -> None:
         describe(name) | {"environment": dict(os.environ)}
     )
 
+    spares = [_Spare() for _ in range(more + 1)]
+    children = psutil.Process.children
+
     def fork(path: Any, arguments: Sequence[Any], fds: Sequence[int]) -> int:
-        if "forkserver" not in str(arguments[-1]):
+        if "forkserver" not in str(arguments[-1]) or not spares:
             return start_new(path, arguments, fds)
-        return os.fork() or _serve(str(arguments[-1]), fds)
+        return spares.pop().serve(str(arguments[-1]), fds)
+
+    def children_at_work(process: Any, recursive: bool = False) -> list[psutil.Process]:
+        waiting = {spare.pid for spare in spares}
+        found = children(process, recursive)
+        return [child for child in found if child.pid not in waiting]
 
     util.spawnv_passfds = fork
+    psutil.Process.children = children_at_work
     forkserver.ensure_running()
-    util.spawnv_passfds = start_new
 
     def set_start_method(method: str | None, force: bool = False) -> None:
         set_method("forkserver" if method == "spawn" else method, force=force)

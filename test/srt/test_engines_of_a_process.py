@@ -111,16 +111,24 @@ def test_transfer_backends_are_sglangs_and_one_more() -> None:
 
 
 PASSED_ON = """
-import pickle, subprocess, sys
+import pickle, sys
+from pathlib import Path
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.entrypoints.engine import Engine
 args = Engine.server_args_class(model_path="none", offline_batch=True)
-code = "import sys, pickle, stock_calls; stock_calls.unpickle(sys.stdin.buffer.read())"
-subprocess.run([sys.executable, "-c", code], input=pickle.dumps(args), check=True)
+Path(sys.argv[1]).write_bytes(pickle.dumps(args))
+"""
+UNPICKLE = """
+import sys, stock_calls
+from pathlib import Path
+stock_calls.unpickle(Path(sys.argv[1]).read_bytes())
 """
 
 
-def test_arguments_passed_to_a_process_of_the_user_make_it_a_main_process() -> None:
-    done = preloaded.run([sys.executable, "-c", PASSED_ON])
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_arguments_passed_to_a_process_of_the_user_make_it_a_main_process(
+    tmp_path: Path,
+) -> None:
+    for code in (PASSED_ON, UNPICKLE):
+        done = preloaded.run([sys.executable, "-c", code, str(tmp_path / "args")])
+        assert done.returncode == 0, done.stderr[-3000:]

@@ -9,8 +9,6 @@ import asyncio
 import csv
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import preloaded
 import pytest
 from batches import client, jsonl, line, submit, wait
+from forked_children import script_command
 from servers import Server, server
 from slime_stand_in import Sample, slime_args
 
@@ -367,11 +367,7 @@ def test_slime_gets_its_samples_and_continues_those_that_were_aborted(
 
 
 def test_the_example_learns(rollouts: Rollouts) -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--url", rollouts.url, "--steps", "5"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    script = script_command(EXAMPLE, "--url", rollouts.url, "--steps", "5")
+    done = preloaded.run(script, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert float(done.stdout.split()[-1]) > 1.5, done.stdout

@@ -27,10 +27,11 @@ demo-embeddings: env
 fleet-demo: env
 	$(BIN)/python benchmark/fleet_demo.py
 
-# The planner is compiled first. Otherwise each process of the tests would compile it.
+# Types are checked on one core while the planner, which takes longest, is compiled on
+# another. Otherwise each process of the tests would compile it.
 test: lint
-	$(MAKE) -j 2 compile-planner compile-fields
-	$(MAKE) -j 2 types unit
+	$(MAKE) -j 2 compile-planner types compile-fields
+	$(MAKE) unit
 
 # All but test/srt, the tests that import or start SGLang, and those marked as slow.
 test-fast: lint

@@ -155,6 +155,8 @@ class _Spare:
         message, given, _, _ = socket.recv_fds(theirs, 1 << 16, 16)
         if not message:  # this process has ended
             os._exit(0)
+        # A child of an engine that starts processes of its own forks them as well.
+        util.spawnv_passfds = _fork_or_start
         program, wanted = pickle.loads(message)
         moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, 1 << 10) for fd in given]
         for fd, number in zip(moved, wanted, strict=True):
@@ -179,7 +181,7 @@ def start_fork_server(more: int = 0) -> None:
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "quick_models")
     for name in ("scheduler", "detokenizer_manager"):
         importlib.import_module(f"sglang.srt.managers.{name}")
-    start_new, set_method = util.spawnv_passfds, multiprocessing.set_start_method
+    set_method = multiprocessing.set_start_method
     describe, prepare = spawn.get_preparation_data, spawn.prepare
 
     def prepare_with_environment(data: dict[str, Any]) -> None:
@@ -197,7 +199,7 @@ def start_fork_server(more: int = 0) -> None:
 
     def fork(path: Any, arguments: Sequence[Any], fds: Sequence[int]) -> int:
         if "forkserver" not in str(arguments[-1]) or not spares:
-            return start_new(path, arguments, fds)
+            return _start_new(path, arguments, fds)
         return spares.pop().serve(str(arguments[-1]), fds)
 
     def children_at_work(process: Any, recursive: bool = False) -> list[psutil.Process]:
@@ -213,6 +215,15 @@ def start_fork_server(more: int = 0) -> None:
         set_method("forkserver" if method == "spawn" else method, force=force)
 
     multiprocessing.set_start_method = set_start_method
+
+
+_start_new = util.spawnv_passfds
+
+
+def _fork_or_start(path: Any, arguments: Sequence[Any], fds: Sequence[int]) -> int:
+    if "forkserver" not in str(arguments[-1]):
+        return _start_new(path, arguments, fds)
+    return os.fork() or _serve(str(arguments[-1]), fds)
 
 
 def _serve(program: str, fds: Sequence[int]) -> int:

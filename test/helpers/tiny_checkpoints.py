@@ -12,17 +12,17 @@ from tiny_models import tiny_model
 WINDOW = 32
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "sliding_window": WINDOW,
     },
     "gemma3_text": {
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "sliding_window": WINDOW,
         "tie_word_embeddings": True,  # SGLang does so whatever this says
     },
-    "qwen3_moe": {"num_hidden_layers": 4},
+    "qwen3_moe": {"num_hidden_layers": 2},
     "deepseek_v3": {
         "num_hidden_layers": 4,
         "first_k_dense_replace": 1,
@@ -46,14 +46,14 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         },
     },
     "qwen3_next": {
-        "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "full_attention_interval": 2,
         "linear_num_value_heads": 4,
     },
     "qwen3_5_text": {
-        "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "full_attention_interval": 2,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
@@ -61,8 +61,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4,
     },
     "kimi_linear": {
-        "num_hidden_layers": 4,
-        "mlp_layer_types": ["sparse"] * 4,
+        "num_hidden_layers": 3,
+        "mlp_layer_types": ["sparse"] * 3,
         "routed_scaling_factor": 1.0,  # without CUDA SGLang has none
         "num_key_value_heads": 4,
         "kv_lora_rank": 16,
@@ -71,15 +71,15 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "v_head_dim": 16,
         "linear_attn_config": {
             "kda_layers": [1, 3],
-            "full_attn_layers": [2, 4],
+            "full_attn_layers": [2],
             "num_heads": 4,
             "head_dim": 16,
             "short_conv_kernel_size": 4,
         },
     },
     "granitemoehybrid": {
-        "num_hidden_layers": 4,
-        "layer_types": ["mamba", "attention"] * 2,
+        "num_hidden_layers": 3,
+        "layer_types": ["mamba", "attention", "mamba"],
         "mamba_n_heads": 8,
         "mamba_d_head": 16,
         "mamba_d_state": 8,

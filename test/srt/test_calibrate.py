@@ -27,10 +27,10 @@ def test_the_command_prints_and_keeps_a_row_share(
             *command("slow_to_send", "calibrate", f"--model-path={demo_model}"),
             *(
                 "--dtype=float32",
-                "--max-total-tokens=6000",
+                "--max-total-tokens=3000",
                 "--mem-fraction-static=0.3",
             ),
-            *("--rows=8", "--tokens=2000"),
+            *("--rows=8", "--tokens=1000"),
         ],
         env={**os.environ, **ENVIRONMENT, "XDG_DATA_HOME": str(tmp_path)},
     )
@@ -59,7 +59,7 @@ def test_the_command_prints_and_keeps_a_row_share(
     assert all(point.seconds > 0 for point in entry.points)
     # Rows grow by the same number of tokens in all batches of one sum.
     sums = sorted({point.total for point in entry.points})
-    assert sums == [500 + 8 * 24.5, 1000 + 8 * 24.5, 2000 + 8 * 24.5]
+    assert sums == [250 + 8 * 24.5, 500 + 8 * 24.5, 1000 + 8 * 24.5]
 
 
 def test_prompts_share_no_prefix() -> None:

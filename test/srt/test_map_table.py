@@ -14,7 +14,7 @@ from servers import Server
 
 import sglang_batch
 from sglang_batch.errors import ConfigError, InputError
-from sglang_batch.lang.frame_job import answers_of
+from sglang_batch.run.answer_table import answers_of
 
 ROWS = {
     "name": [f"Thing {i}" for i in range(6)],

@@ -36,7 +36,7 @@ from sglang_batch.cli import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "quickstart.md"
 BLOCK = re.compile(r"^<!-- (file|run)(?:: (.+?))? -->\n```\w+\n(.*?)^```$", re.M | re.S)
-FILES = ["reviews.csv", "template.json", "column.py", "client.py", "generate.py"]
+FILES = ["reviews.csv", "template.json", "client.py", "generate.py"]
 RUNS = ["", "", "status 2", "interrupt", "", "", "server", "", ""]
 MOST_S = 600
 
@@ -88,7 +88,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_page_does_what_it_shows(followed: Path) -> None:
-    assert {path.name for path in followed.iterdir()} >= {*FILES, "answers.jsonl"}
+    assert {path.name for path in followed.iterdir()} >= {*FILES, "labelled.csv"}
 
 
 def test_the_real_model_answers(
@@ -177,7 +177,7 @@ def is_shown(printed: str, shown: str) -> bool:
 def wait_for_a_result(
     process: subprocess.Popen[bytes], folder: Path, output: Path
 ) -> None:
-    results = folder / "answers.jsonl.job" / "results.jsonl"
+    results = folder / "labelled.csv.job" / "results.jsonl"
     while not (results.exists() and results.stat().st_size):
         assert process.poll() is None, output.read_text(errors="replace")[-4000:]
         time.sleep(0.01)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 from ..batch_api.lines import loads_lenient
 from ..errors import ConfigError, InputError
 from .compression import is_compressed, open_plain, plain_name
+from .template import text_of
 from .urls import why_not_on_hub
 
 Row = Mapping[str, Any]
@@ -151,6 +152,62 @@ def _json_rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Row]
                 raise InputError(f"{name}, line {number}: this is not a JSON object.")
             check_columns(f"{name}, line {number},", columns, row)
             yield row
+
+
+def columns_of_file(name: str, path: Path) -> list[str]:
+    """The columns of a table. Raises InputError if it cannot be read."""
+    suffix = table_suffix(name, path)
+    if suffix in _SEEKING:
+        return list(table_of_file(name, path, rows=False).column_names)
+    rows = rows_of_file(name, path, ())
+    if suffix == ".jsonl":
+        return list(dict.fromkeys(key for row in rows for key in row))
+    return list(next(rows, {}))
+
+
+def whole_rows(name: str, path: Path) -> Iterator[Row]:
+    """Every row of a table with all that it has. Raises InputError if it cannot be read."""
+    is_columnar = table_suffix(name, path) in _SEEKING
+    columns = columns_of_file(name, path) if is_columnar else ()
+    yield from rows_of_file(name, path, columns)
+
+
+def table_of_file(name: str, path: Path, *, rows: bool = True) -> Any:
+    """All of a table, or its columns alone, as a ``pyarrow.Table``. That of CSV is text.
+
+    Raises InputError if it cannot be read.
+    """
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    suffix = table_suffix(name, path)
+    if suffix not in _SEEKING:
+        found, names = list(whole_rows(name, path)), columns_of_file(name, path)
+        return arrow_columns({each: [row.get(each) for row in found] for each in names})
+    with reading(name, "as a table"):
+        if suffix in (".parquet", ".pq"):
+            with ParquetFile(path) as file:
+                return file.read() if rows else file.schema_arrow.empty_table()
+        with pyarrow.memory_map(str(path)) as source:
+            batches = _arrow_batches(pyarrow, source)
+            schema = next(batches)
+            return pyarrow.Table.from_batches(batches if rows else [], schema)
+
+
+def arrow_columns(columns: Mapping[str, Sequence[Any]]) -> Any:
+    """Columns as a ``pyarrow.Table``, of text where values have no type in common."""
+    import pyarrow
+
+    def typed(values: Iterable[Any]) -> Any:
+        try:
+            found = pyarrow.array(values)
+        except (pyarrow.ArrowException, TypeError):
+            texts = [None if each is None else text_of(each) for each in values]
+            return pyarrow.array(texts, pyarrow.string())
+        is_empty = pyarrow.types.is_null(found.type)
+        return found.cast(pyarrow.string()) if is_empty else found
+
+    return pyarrow.table({name: typed(values) for name, values in columns.items()})
 
 
 _READERS: dict[str, Callable[[str, Path, Collection[str]], Iterator[Row]]] = {

@@ -15,19 +15,19 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..batch_api.jsonl import read_lines
-from ..batch_api.lines import line_error
 from ..batch_api.protocol import COMPLETED, ENDPOINTS
 from ..errors import ConfigError, EngineError, ExitStatus, InputError, ServerError
 from ..inputs.job_input import DEFAULT_ENDPOINT, JobInput, input_sources
 from ..inputs.staging import Staging
+from ..inputs.tables import arrow_columns
 from ..inputs.template import Template
+from ..run.answer_table import answers_of
 from .own_server import flags_of
 
 
@@ -100,7 +100,7 @@ class DataFrame:
                 label = name if levels == 1 else (name, *[""] * (levels - 1))
                 frame[label] = values
             return frame
-        added = _table_of(columns)
+        added = arrow_columns(columns)
         if self._is_polars:
             return self._frame.hstack(type(self._frame)(added))
         table = self._whole
@@ -117,68 +117,6 @@ class DataFrame:
         import pyarrow
 
         return pyarrow.table(self._frame)
-
-
-def _table_of(columns: Mapping[str, Sequence[Any]]) -> Any:
-    """Columns as a ``pyarrow.Table``, of text where they have no other values."""
-    import pyarrow
-
-    def typed(values: Sequence[Any]) -> Any:
-        is_text = all(value is None or isinstance(value, str) for value in values)
-        return pyarrow.array(values, pyarrow.string() if is_text else None)
-
-    return pyarrow.table({name: typed(values) for name, values in columns.items()})
-
-
-# The answer of a line of results, as a value for a column.
-
-
-def answers_of(
-    path: Path, endpoint: str, num_rows: int
-) -> tuple[list[Any], list[str | None]]:
-    """The answer and the error of each row, one of which is None. ``path``: lines of results,
-    whose custom ids are the numbers of rows.
-    """
-    answers: list[Any] = [None] * num_rows
-    errors: list[str | None] = ["no answer"] * num_rows
-    value: Callable[[dict[str, Any]], Any] = _VALUES.get(endpoint, _whole)
-    with open(path, "rb") as file:
-        for _, _, line in read_lines(file):
-            entry = json.loads(line)
-            row = int(entry["custom_id"])
-            errors[row] = _error(entry)
-            if errors[row] is None:
-                answers[row] = value(entry["response"]["body"])
-    return answers, errors
-
-
-def _error(entry: dict[str, Any]) -> str | None:
-    response = entry.get("response") or {}
-    if entry.get("error") is None and response.get("status_code") == 200:
-        return None
-    return line_error(entry)
-
-
-def _whole(body: dict[str, Any]) -> str:
-    return json.dumps(body, ensure_ascii=False)
-
-
-def _texts(parts: list[dict[str, Any]]) -> str:
-    return "".join(part["text"] for part in parts if "text" in part)
-
-
-def _output_text(body: dict[str, Any]) -> str:
-    return "".join(_texts(item.get("content") or []) for item in body["output"])
-
-
-_VALUES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "/v1/chat/completions": lambda body: body["choices"][0]["message"]["content"],
-    "/v1/completions": lambda body: body["choices"][0]["text"],
-    "/v1/messages": lambda body: _texts(body["content"]),
-    "/v1/responses": _output_text,
-    "/v1/embeddings": lambda body: body["data"][0]["embedding"],
-    "/v1/audio/transcriptions": lambda body: body["text"],
-}
 
 
 # A data frame in, the same frame with a column of answers out.

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -24,10 +24,13 @@ from ..request import named_job_id
 from ..store.files import NAME as EPOCH
 from ..store.files import FileLock, atomic_write, next_epoch
 from ..store.result_log import ResultLog, finished_lines
+from .answer_table import AnswerTable
 from .backend_options import served_name
 from .outputs import Outputs
 from .shared_state import PLACE, RECORD, RESULTS, SharedState, StateUrl
 from .summary import Summary
+
+ANSWER_LINES = "answers.jsonl"
 
 
 class JobRecord(msgspec.Struct, kw_only=True):
@@ -244,12 +247,28 @@ class JobDirectory:
             errors = output
             if self.outputs.errors is not None:
                 errors = stack.enter_context(self.outputs.errors.writing())
-            self._log.write_ordered(output, errors, unrun_line)
+            if self.outputs.table is not None:
+                self._write_table(self.outputs.table, output, unrun_line)
+            else:
+                self._log.write_ordered(output, errors, unrun_line)
         self.record.complete = True
         self.record.summary = summary.as_dict()
         self._write_record()
         self._log.close()
         self._log_path.unlink()
+
+    def _write_table(
+        self,
+        table: AnswerTable,
+        output: BinaryIO,
+        unrun_line: Callable[[int], bytes] | None,
+    ) -> None:
+        """Write the table, and keep the lines of results beside it."""
+        assert self._log is not None
+        lines = self.path / ANSWER_LINES
+        with atomic_write(lines) as file:
+            self._log.write_ordered(file, file, unrun_line)
+        table.write(lines, self.record.num_requests, output)
 
     def upload(self) -> None:
         """Upload the outputs that are URLs, unless an earlier run did.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,6 +16,7 @@ from ..inputs import urls
 from ..inputs.compression import compressing
 from ..inputs.job_input import JobInput
 from ..store.files import atomic_write
+from .answer_table import AnswerTable, is_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +80,12 @@ class Outputs:
     """The result files of a job.
 
     errors: the file for lines answered with an error. None: they are in ``output``.
+    table: how to write ``output``, if it is a table.
     """
 
     output: OutputFile
     errors: OutputFile | None
+    table: AnswerTable | None = None
 
     @classmethod
     def of(cls, output: str, errors: str | None, upload_dir: Path | None) -> Outputs:
@@ -103,6 +106,17 @@ class Outputs:
             return found
         return cls(found.output, _file(errors, found.job_directory, "errors"))
 
+    def of_input(self, job_input: JobInput) -> Outputs:
+        """The outputs with a table, if their name asks for one. Raises ConfigError if the
+        input has no columns for it."""
+        if not is_table(self.output.path):
+            return self
+        if self.errors is not None:
+            raise ConfigError(
+                f"{self.output} has the errors in a column: drop --error-file."
+            )
+        return replace(self, table=AnswerTable.of(job_input, self.output.path))
+
     @property
     def files(self) -> list[OutputFile]:
         return [self.output] if self.errors is None else [self.output, self.errors]
@@ -115,9 +129,10 @@ class Outputs:
         """Look for errors in the names, before anything runs.
 
         Raises:
-            InputError: two of the inputs and outputs are the same file.
-            ConfigError: a file cannot be created, or the scheme of a URL cannot be
-                used.
+            InputError: two of the inputs and outputs are the same file, or the columns of an
+                input cannot be read.
+            ConfigError: a file cannot be created, a scheme of a URL cannot be used, or a
+                column of a table would be there twice.
         """
         locations = [urls.location(file.name) for file in self.files]
         for file, location in zip(self.files, locations, strict=True):
@@ -127,6 +142,8 @@ class Outputs:
             raise InputError(f"{self.output} is both output and error file.")
         for file in self.files:
             file.check()
+        if self.table is not None:
+            self.table.check()
 
 
 def _file(name: str, upload_from: Path, stem: str) -> OutputFile:

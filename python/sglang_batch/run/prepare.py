@@ -57,11 +57,12 @@ class RunOptions:
         Raises ConfigError if one of them cannot be used, whatever the others are.
         """
         argv = sglang_argv(server_argv, lambda note: print(note, file=sys.stderr))
+        job_input = run_options.job_input(options)
         return cls(
-            job_input=run_options.job_input(options),
+            job_input=job_input,
             outputs=Outputs.of(
                 options.output_file, options.error_file, options.output_tmp_dir
-            ),
+            ).of_input(job_input),
             engine=engine_options(options, argv),
             settings=run_options.given_settings(options),
             overwrite=options.overwrite,

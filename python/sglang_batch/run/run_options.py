@@ -43,8 +43,10 @@ inputs:
                          a Hugging Face dataset, or a directory of `save_to_disk`;
                          needs --template
 
-Outputs can be URLs too. They are uploaded at the end, over http(s) by PUT. Outputs whose
-names end in .gz or .zst are compressed.
+An output whose name ends in .csv, .tsv or .parquet is the table of the input with a column
+"answer", one for each key of the JSON schema in the template, and "error" if rows failed.
+Other outputs are JSON lines. Names that end in .gz or .zst are compressed. URLs are uploaded
+at the end, over http(s) by PUT.
 
 A template is the prompt of a request as plain text, in which {{column}} becomes the value
 as text, or its whole body as a JSON object, in which "{{column}}" takes the value with its
@@ -69,7 +71,7 @@ examples:
   sglang-batch run -i questions.parquet -o answers.jsonl.gz --id-column id \\
       --template 'Answer in one word: {{question}}' \\
       --model-path meta-llama/Llama-3.1-8B-Instruct
-  sglang-batch run -i products.csv -o labels.jsonl --optimize-fields --template \\
+  sglang-batch run -i products.csv -o labelled.csv --optimize-fields --template \\
       '{"prompt": "A toy?\\n{{#fields}}Name: {{name}}\\nMaker: {{maker}}{{/fields}}"}' \\
       --url /v1/completions --model-path meta-llama/Llama-3.1-8B
   zcat day-*.jsonl.gz | sglang-batch run -i - -o s3://bucket/answers.jsonl.zst \\
@@ -99,7 +101,8 @@ def add_run(commands: Any, run: Callable[..., int]) -> None:
     add_arguments(
         parser,
         """
--o --output-file FILE  file or URL for the results, which are in the order of the input
+-o --output-file FILE  file or URL for the results, which are in the order of the input: JSON
+                       lines, or a table, see below
 --error-file FILE      file or URL for lines answered with an error (default: among the
                        results)
 --state URL            URL or shared directory that keeps the state of the job too: the same

@@ -1,0 +1,219 @@
+"""Answers as columns: of the table that a run reads, or of a data frame."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..batch_api.jsonl import read_lines
+from ..batch_api.lines import line_error
+from ..errors import ConfigError, InputError
+from ..inputs.compression import plain_name
+from ..inputs.job_input import InputSource, JobInput, LocalFileSource
+from ..inputs.tables import arrow_columns, columns_of_file, table_of_file, whole_rows
+from ..inputs.template import text_of
+
+ANSWER, ERROR = "answer", "error"
+
+
+def is_table(path: Path) -> bool:
+    """Whether an output of this name is a table."""
+    return Path(plain_name(path.name)).suffix.lower() in _WRITERS
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTable:
+    """The table of a job's input with a column ``answer``, one for each key of the JSON schema
+    that its template asks for, and ``error`` if a row has failed.
+
+    path: of the output, whose suffix is the format.
+    read: the identity of the input when the run began.
+    """
+
+    source: InputSource
+    endpoint: str
+    keys: tuple[str, ...]
+    path: Path
+    read: list[Any]
+
+    @classmethod
+    def of(cls, job_input: JobInput, path: Path) -> AnswerTable:
+        """Raises ConfigError if the input is no table on this machine, InputError if it is
+        missing."""
+        template, (source, *others) = job_input.template, job_input.sources
+        if template is None or others or not isinstance(source, LocalFileSource):
+            raise ConfigError(
+                f"{path.name} as a table needs --template and one file on this machine as "
+                "input, whose columns it has; or name the output *.jsonl."
+            )
+        if path.name != plain_name(path.name) and ".parquet" in path.name.lower():
+            raise ConfigError(f"{path.name}: Parquet is compressed by itself.")
+        source.check(has_template=True)
+        keys = schema_keys(template.body)
+        return cls(source, job_input.endpoint, keys, path, source.identity())
+
+    def check(self) -> None:
+        """Raises ConfigError if the input has a column of the same name as a new one,
+        InputError if it cannot be read.
+        """
+        found = columns_of_file(self.source.title, Path(self.source.name))
+        for name in (ANSWER, ERROR, *self.keys):
+            if name in found:
+                raise ConfigError(
+                    f"{self.source.title} has a column {name!r} already, which "
+                    f"{self.path.name} is to get: rename one, or name the output *.jsonl."
+                )
+
+    def write(self, results: Path, num_rows: int, output: BinaryIO) -> None:
+        """Write the table.
+
+        results: a line for each of the first ``num_rows`` rows.
+
+        Raises InputError if the input has changed meanwhile.
+        """
+        if self.source.identity() != self.read:
+            raise InputError(
+                f"{self.source.title} has changed since the run began. Restore it, and the "
+                f"same command writes {self.path.name}."
+            )
+        answers, errors = answers_of(results, self.endpoint, num_rows, in_order=True)
+        columns: dict[str, list[Any]] = {ANSWER: answers}
+        for key in self.keys:
+            columns[key] = [None] * num_rows
+        for row, text in enumerate(answers if self.keys else ()):
+            if text is None:
+                continue
+            value = _json_object(text)
+            if value is None:
+                errors[row] = (
+                    "the answer is no JSON object; it may have reached max_tokens"
+                )
+            for key in self.keys if value is not None else ():
+                columns[key][row] = value.get(key)
+        if any(errors):
+            columns[ERROR] = errors
+        write = _WRITERS[Path(plain_name(self.path.name)).suffix.lower()]
+        write(self.source, columns, output)
+
+
+def schema_keys(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys of the JSON objects that a request asks for, none if it asks for no object."""
+    for names in (
+        ("response_format", "json_schema", "schema", "properties"),
+        ("text", "format", "schema", "properties"),
+    ):
+        found: Any = body
+        for name in names:
+            found = found.get(name) if isinstance(found, Mapping) else None
+        if isinstance(found, Mapping):
+            return tuple(found)
+    return ()
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _write_csv(
+    source: InputSource,
+    columns: Mapping[str, Sequence[Any]],
+    output: BinaryIO,
+    delimiter: str = ",",
+) -> None:
+    path = Path(source.name)
+    names = columns_of_file(source.title, path)
+    text = io.TextIOWrapper(output, encoding="utf-8", newline="", write_through=True)
+    writer = csv.writer(text, delimiter=delimiter, lineterminator="\n")
+    writer.writerow([*names, *columns])
+    answers = zip(*columns.values(), strict=True)
+    # The first rows alone have answers, with --max-requests.
+    for answer, row in zip(answers, whole_rows(source.title, path)):  # noqa: B905
+        writer.writerow(map(text_of, [*map(row.get, names), *answer]))
+    text.detach()
+
+
+def _write_tsv(source: InputSource, columns: Any, output: BinaryIO) -> None:
+    _write_csv(source, columns, output, "\t")
+
+
+def _write_parquet(
+    source: InputSource, columns: Mapping[str, Sequence[Any]], output: BinaryIO
+) -> None:
+    from pyarrow import parquet
+
+    table = table_of_file(source.title, Path(source.name))
+    added = arrow_columns(columns)
+    table = table.slice(0, added.num_rows)
+    for name in added.column_names:
+        table = table.append_column(name, added[name])
+    parquet.write_table(table, output)
+
+
+_WRITERS: dict[str, Callable[..., None]] = {
+    ".csv": _write_csv,
+    ".tsv": _write_tsv,
+    ".parquet": _write_parquet,
+}
+
+
+# The answer of a line of results, as a value for a column.
+
+
+def answers_of(
+    path: Path, endpoint: str, num_rows: int, *, in_order: bool = False
+) -> tuple[list[Any], list[str | None]]:
+    """The answer and the error of each row, one of which is None.
+
+    Args:
+        path: lines of results.
+        in_order: a line per row. Otherwise custom ids are the numbers of rows.
+    """
+    answers: list[Any] = [None] * num_rows
+    errors: list[str | None] = ["no answer"] * num_rows
+    value: Callable[[dict[str, Any]], Any] = _VALUES.get(endpoint, _whole)
+    with open(path, "rb") as file:
+        for number, (_, _, line) in enumerate(read_lines(file)):
+            entry = json.loads(line)
+            row = number if in_order else int(entry["custom_id"])
+            errors[row] = _error(entry)
+            if errors[row] is None:
+                answers[row] = value(entry["response"]["body"])
+    return answers, errors
+
+
+def _error(entry: dict[str, Any]) -> str | None:
+    response = entry.get("response") or {}
+    if entry.get("error") is None and response.get("status_code") == 200:
+        return None
+    return line_error(entry)
+
+
+def _whole(body: dict[str, Any]) -> str:
+    return json.dumps(body, ensure_ascii=False)
+
+
+def _texts(parts: list[dict[str, Any]]) -> str:
+    return "".join(part["text"] for part in parts if "text" in part)
+
+
+def _output_text(body: dict[str, Any]) -> str:
+    return "".join(_texts(item.get("content") or []) for item in body["output"])
+
+
+_VALUES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "/v1/chat/completions": lambda body: body["choices"][0]["message"]["content"],
+    "/v1/completions": lambda body: body["choices"][0]["text"],
+    "/v1/messages": lambda body: _texts(body["content"]),
+    "/v1/responses": _output_text,
+    "/v1/embeddings": lambda body: body["data"][0]["embedding"],
+    "/v1/audio/transcriptions": lambda body: body["text"],
+}

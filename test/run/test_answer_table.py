@@ -1,0 +1,210 @@
+"""``run -o labelled.csv``: the table of the input with columns of answers."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import feather, parquet
+
+from sglang_batch.cli import main
+from sglang_batch.errors import ConfigError, InputError
+from sglang_batch.inputs.job_input import JobInput, input_sources
+from sglang_batch.inputs.template import Template
+from sglang_batch.run.answer_table import AnswerTable, schema_keys
+from sglang_batch.run.outputs import Outputs
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"label": {"type": "string"}, "sure": {"type": "number"}},
+}
+TEMPLATE = {
+    "messages": [{"role": "user", "content": "{{text}}"}],
+    "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+}
+PLAIN = {"messages": TEMPLATE["messages"]}
+CSV = 'id,text\n007,"Two\nlines, ""quoted"""\n1e5,Grüße\n,last\n'
+
+
+def job_input(path: Path, template: dict[str, Any] = PLAIN) -> JobInput:
+    return JobInput(input_sources([str(path)]), Template(template))
+
+
+def table_of(
+    path: Path, name: str, template: dict[str, Any] = PLAIN, errors: str | None = None
+) -> AnswerTable:
+    outputs = Outputs.of(str(path.parent / name), errors, None)
+    found = outputs.of_input(job_input(path, template)).table
+    assert found is not None
+    return found
+
+
+def answer(content: str | None) -> bytes:
+    body = {"choices": [{"message": {"content": content}}]}
+    response = {"status_code": 200, "body": body}
+    return json.dumps({"custom_id": "x", "error": None, "response": response}).encode()
+
+
+def failed(message: str) -> bytes:
+    body = {"error": {"message": message}}
+    response = {"status_code": 400, "body": body}
+    return json.dumps({"custom_id": "x", "error": None, "response": response}).encode()
+
+
+def write(table: AnswerTable, lines: Sequence[bytes]) -> Path:
+    results = table.path.parent / "results.jsonl"
+    results.write_bytes(b"\n".join([*lines, b""]))
+    table.check()
+    with table.path.open("wb") as output:
+        table.write(results, len(lines), output)
+    return table.path
+
+
+def read(path: Path, delimiter: str = ",") -> list[list[str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.reader(file, delimiter=delimiter))
+
+
+def test_a_column_of_answers(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text(CSV, encoding="utf-8")
+    table = table_of(tmp_path / "in.csv", "out.csv")
+    found = read(write(table, [answer("Ä, b"), answer("c\nd"), answer(None)]))
+    assert found == [
+        ["id", "text", "answer"],
+        ["007", 'Two\nlines, "quoted"', "Ä, b"],
+        ["1e5", "Grüße", "c\nd"],
+        ["", "last", ""],
+    ]
+
+
+def test_a_column_for_each_key_and_for_errors(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text(CSV, encoding="utf-8")
+    table = table_of(tmp_path / "in.csv", "out.tsv", TEMPLATE)
+    whole, cut = '{"label": "a", "sure": 0.5}', '{"label": "b'
+    found = read(write(table, [answer(whole), answer(cut), failed("too long")]), "\t")
+    assert found[0] == ["id", "text", "answer", "label", "sure", "error"]
+    assert found[1][2:] == [whole, "a", "0.5", ""]
+    assert found[2][2:5] == [cut, "", ""] and "no JSON object" in found[2][5]
+    assert found[3][2:5] == ["", "", ""] and "too long" in found[3][5]
+
+
+def test_parquet_keeps_the_types(tmp_path: Path) -> None:
+    day = datetime.date(2026, 11, 28)
+    table = pyarrow.table(
+        {
+            "n": pyarrow.array([1, 2], pyarrow.int16()),
+            "text": ["a", None],
+            "d": [day] * 2,
+        }
+    )
+    parquet.write_table(table, tmp_path / "in.parquet")
+    feather.write_feather(table, tmp_path / "in.feather")
+    lines = [answer('{"label": "x", "sure": 1}'), answer('{"label": "y"}')]
+    for name in ("in.parquet", "in.feather"):
+        made = table_of(tmp_path / name, "out.parquet", TEMPLATE)
+        found = parquet.read_table(write(made, lines))
+        assert found.select(table.column_names) == table
+        assert found["label"].to_pylist() == ["x", "y"]
+        assert found["sure"].to_pylist() == [1, None]
+    # And as text, as in a prompt.
+    found = read(write(table_of(tmp_path / "in.feather", "out.csv"), lines))
+    assert [row[:3] for row in found[1:]] == [["1", "a", str(day)], ["2", "", str(day)]]
+
+
+def test_the_first_rows_and_odd_keys(tmp_path: Path) -> None:
+    rows = [{"text": "a"}, {"text": "b", "more": [1, {"x": None}]}, {"text": "c"}]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    lines = [answer("1"), answer("2")]
+    found = read(write(table_of(tmp_path / "in.jsonl", "out.csv"), lines))
+    assert found == [
+        ["text", "more", "answer"],
+        ["a", "", "1"],
+        ["b", '[1, {"x": null}]', "2"],
+    ]
+    made = write(table_of(tmp_path / "in.jsonl", "out.parquet"), [answer("1")])
+    assert parquet.read_table(made)["answer"].to_pylist() == ["1"]
+
+
+def test_keys_of_values_of_several_types(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("text\na\nb\n")
+    table = table_of(tmp_path / "in.csv", "out.parquet", TEMPLATE)
+    lines = [answer('{"label": "x"}'), answer('{"label": 3}')]
+    assert parquet.read_table(write(table, lines))["label"].to_pylist() == ["x", "3"]
+
+
+def test_a_changed_input_is_no_table_for_its_answers(tmp_path: Path) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text("text\na\n")
+    table = table_of(path, "out.csv")
+    path.write_text("text\nb\nc\n")
+    with pytest.raises(InputError, match=r"in\.csv has changed since the run began"):
+        write(table, [answer("1")])
+
+
+@pytest.mark.parametrize(
+    "columns, template, name",
+    [
+        ("text,answer", PLAIN, "answer"),
+        ("text,error", PLAIN, "error"),
+        ("text,label", TEMPLATE, "label"),
+    ],
+)
+def test_a_column_that_is_there(
+    columns: str, template: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "in.csv").write_text(f"{columns}\na,b\n")
+    table = table_of(tmp_path / "in.csv", "out.csv", template)
+    with pytest.raises(ConfigError, match=f"has a column '{name}' already"):
+        table.check()
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["-i", "in.jsonl"], "out.csv as a table needs --template and one file"),
+        (["-i", "in.csv", "in.csv", "--template", "{{text}}"], "needs --template and"),
+        (["-i", "-", "--template", "{{text}}"], "one file on this machine"),
+        (["-i", "none.csv", "--template", "{{text}}"], "none.csv does not exist"),
+        (
+            ["-i", "in.csv", "--template", "{{text}}", "--error-file", "e"],
+            "drop --error",
+        ),
+        (["-i", "in.csv", "--template", "{{tex}}"], "no column 'tex'; it has 'text'"),
+    ],
+)
+def test_said_before_the_engine_starts(
+    argv: list[str],
+    said: str,
+    demo_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.csv").write_text("text\na\n")
+    Path("in.jsonl").write_text("{}\n")
+    model = ["--model-path", str(demo_model)]
+    assert main(["run", *argv, "-o", "out.csv", *model]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.glob("out.csv*"))
+
+
+def test_parquet_is_not_compressed_again(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("text\na\n")
+    with pytest.raises(ConfigError, match="Parquet is compressed by itself"):
+        table_of(tmp_path / "in.csv", "out.parquet.gz")
+
+
+def test_keys_of_each_endpoint() -> None:
+    schema = {"schema": SCHEMA}
+    chat = {"response_format": {"type": "json_schema", "json_schema": schema}}
+    responses = {"text": {"format": {"type": "json_schema", **schema}}}
+    assert schema_keys(chat) == schema_keys(responses) == ("label", "sure")
+    for other in ({}, {"response_format": "x"}, {"text": {"format": {"type": "text"}}}):
+        assert schema_keys(other) == ()

@@ -54,7 +54,7 @@ types: env
 compile: compile-planner compile-fields
 
 compile-planner: env
-	$(BIN)/python -c "from sglang_batch.config import OfflineBatchConfig as Config; \
+	PYTHONPATH=test/helpers $(BIN)/python -c "from sglang_batch.config import OfflineBatchConfig as Config; \
 	from sglang_batch.job.job_planner import compile_planner; \
 	compile_planner(Config(policy='auto'))"
 

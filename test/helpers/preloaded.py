@@ -176,7 +176,6 @@ def _template(env: dict[str, str]) -> _Template | None:
         if not _are_alike(dict(os.environ), env):
             return None
         if template is not None:
-            open("/tmp/w/tmpl.log","a").write(f"{os.environ.get('PYTEST_CURRENT_TEST')} {template.has_ended} {[(k, template.env.get(k), env.get(k)) for k in {*template.env, *env} if template.env.get(k)!=env.get(k) and not k.startswith(READ_LATER)]}\n")
             template.end()
         template = _templates[os.getpid()] = _Template()
     return template

@@ -86,15 +86,12 @@ class AnswerTable:
         for key in self.keys:
             columns[key] = [None] * num_rows
         for row, text in enumerate(answers if self.keys else ()):
-            if text is None:
+            values = {} if text is None else _json_object(text)
+            if values is None:
+                errors[row] = "the answer is no JSON object; was it cut at max_tokens?"
                 continue
-            value = _json_object(text)
-            if value is None:
-                errors[row] = (
-                    "the answer is no JSON object; it may have reached max_tokens"
-                )
-            for key in self.keys if value is not None else ():
-                columns[key][row] = value.get(key)
+            for key in self.keys:
+                columns[key][row] = values.get(key)
         if any(errors):
             columns[ERROR] = errors
         write = _WRITERS[Path(plain_name(self.path.name)).suffix.lower()]

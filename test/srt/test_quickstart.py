@@ -20,7 +20,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -189,7 +188,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], port: int, output: Path) 
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=10):
                 return
-        except (urllib.error.URLError, ConnectionError):
+        except OSError:  # not there yet, or too busy to answer
             time.sleep(0.1)
 
 

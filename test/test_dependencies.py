@@ -52,6 +52,7 @@ def declared() -> set[str]:
     return {distribution(each) for each in [*ours, *sglang]}
 
 
+@pytest.mark.slow
 def test_every_import_is_declared() -> None:
     owners, known = packages_distributions(), declared()
     missing = {}
@@ -62,6 +63,7 @@ def test_every_import_is_declared() -> None:
     assert not missing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_ANOTHER)
 def test_exceptions_are_imported_and_not_declared(name: str) -> None:
     assert name in {top for top, _ in imports()}

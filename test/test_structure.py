@@ -463,6 +463,7 @@ def test_the_makefile_imports_what_exists() -> None:
         assert re.search(rf"^(def|class) {name}\b", names[module].read_text(), re.M)
 
 
+@pytest.mark.slow
 def test_every_module_is_reached_from_an_entry_point() -> None:
     """What only tests and benchmarks use belongs to them. Packages are reached as parents."""
     modules = {module.name: module for module in PRODUCT}

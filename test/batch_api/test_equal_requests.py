@@ -182,6 +182,7 @@ def test_none_are_merged_if_that_is_off() -> None:
     assert equal.todo.tolist() == [0, 1, 2, 3] and not equal.num_merged
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from([0, 1])), max_size=30),
     st.data(),

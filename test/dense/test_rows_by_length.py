@@ -170,6 +170,7 @@ class TestChanges:
         run.finish()
         assert run.tokens() == expected(model, requests)
 
+    @pytest.mark.slow
     @RULES
     def test_running_rows_give_way_once_their_priority_is_lower(
         self, model: LoadedModel, rule: int
@@ -184,6 +185,7 @@ class TestChanges:
         assert {*list(run.answers)[-len(first) :]} == first
         assert run.tokens() == expected(model, requests)
 
+    @pytest.mark.slow
     def test_requests_are_planned_anew(self, model: LoadedModel) -> None:
         """Some that joined in their order now join by length, and the reverse."""
         requests = mixed(GROUPS)

@@ -441,6 +441,7 @@ def test_draws_outside_of_all_answered_tasks_come_from_the_whole_job() -> None:
     assert np.mean(drawn == short) == pytest.approx(0.5, abs=0.15)
 
 
+@pytest.mark.slow
 def test_draws_without_answers_have_the_default_moments() -> None:
     drawn = OutputLengthEstimator(*job_of_tasks(20_000)).draw(0).astype(float)
     assert drawn.mean() == pytest.approx(256, rel=0.03)

@@ -192,6 +192,7 @@ class TestSimulated:
         assert not run.admission._priority
         assert not run.admission.is_due
 
+    @pytest.mark.slow
     @RULES
     def test_a_wave_of_others_holds_nobody_up_for_ever(self, rule: int) -> None:
         # A request that no batch would take, and new ones in every step.

@@ -53,6 +53,7 @@ types: env
 
 compile: compile-planner compile-fields
 
+# With the tests' sitecustomize.py, which looks for garbage less often.
 compile-planner: env
 	PYTHONPATH=test/helpers $(BIN)/python -c "from sglang_batch.config import OfflineBatchConfig as Config; \
 	from sglang_batch.job.job_planner import compile_planner; \

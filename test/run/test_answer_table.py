@@ -138,6 +138,38 @@ def test_keys_of_values_of_several_types(tmp_path: Path) -> None:
     assert parquet.read_table(write(table, lines))["label"].to_pylist() == ["x", "3"]
 
 
+@pytest.mark.parametrize("name", ["out.csv", "out.parquet"])
+@pytest.mark.parametrize(
+    "value",
+    ['"\\ud83d"', "{}", "[{}]", "[]", str(2**70), "[" * 900 + "]" * 900, "NaN", '"x"'],
+)
+def test_odd_answers_cost_no_other_row_its_own(
+    value: str, name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "in.csv").write_text("text\na\nb\nc\n")
+    table = table_of(tmp_path / "in.csv", name, TEMPLATE)
+    deep = "[" * 100_000
+    odd = [answer(f'{{"label": {value}}}'), answer(deep), answer('{"label": "z"}')]
+    path = write(table, odd)
+    if name == "out.csv":
+        labels = [row[2] for row in read(path)[1:]]
+    else:
+        labels = parquet.read_table(path)["label"].to_pylist()
+    assert labels[1] in (None, "") and labels[2] == "z"
+
+
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("text,id,id\na,1,2\n")
+    with pytest.raises(InputError, match="2 columns named 'id'"):
+        table_of(tmp_path / "in.csv", "out.csv").check()
+
+
+def test_a_table_without_rows_keeps_its_columns(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("id,text\n")
+    found = read(write(table_of(tmp_path / "in.csv", "out.csv"), []))
+    assert found == [["id", "text", "answer"]]
+
+
 def test_a_changed_input_is_no_table_for_its_answers(tmp_path: Path) -> None:
     path = tmp_path / "in.csv"
     path.write_text("text\na\n")

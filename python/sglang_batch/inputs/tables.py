@@ -162,7 +162,10 @@ def columns_of_file(name: str, path: Path) -> list[str]:
     rows = rows_of_file(name, path, ())
     if suffix == ".jsonl":
         return list(dict.fromkeys(key for row in rows for key in row))
-    return list(next(rows, {}))
+    next(rows, None)  # a file that is no table has its error there
+    with open_plain(path) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+        return next(csv.reader(text, delimiter="\t" if suffix == ".tsv" else ","), [])
 
 
 def whole_rows(name: str, path: Path) -> Iterator[Row]:
@@ -195,17 +198,22 @@ def table_of_file(name: str, path: Path, *, rows: bool = True) -> Any:
 
 
 def arrow_columns(columns: Mapping[str, Sequence[Any]]) -> Any:
-    """Columns as a ``pyarrow.Table``, of text where values have no type in common."""
+    """Columns as a ``pyarrow.Table``, of text where values have no type in common, or are
+    objects: Parquet cannot hold an empty one.
+    """
     import pyarrow
 
-    def typed(values: Iterable[Any]) -> Any:
+    def typed(values: Sequence[Any]) -> Any:
         try:
             found = pyarrow.array(values)
-        except (pyarrow.ArrowException, TypeError):
-            texts = [None if each is None else text_of(each) for each in values]
-            return pyarrow.array(texts, pyarrow.string())
-        is_empty = pyarrow.types.is_null(found.type)
-        return found.cast(pyarrow.string()) if is_empty else found
+            kind = getattr(found.type, "value_type", found.type)
+            if not pyarrow.types.is_nested(kind) and not pyarrow.types.is_null(kind):
+                return found
+        except (pyarrow.ArrowException, TypeError, ValueError, OverflowError):
+            pass
+        texts = [None if each is None else text_of(each) for each in values]
+        clean = [each and each.encode(errors="replace").decode() for each in texts]
+        return pyarrow.array(clean, pyarrow.string())
 
     return pyarrow.table({name: typed(values) for name, values in columns.items()})
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..batch_api.jsonl import read_lines
-from ..batch_api.lines import line_error
+from ..batch_api.lines import line_error, loads_lenient
 from ..errors import ConfigError, InputError
 from ..inputs.compression import plain_name
 from ..inputs.job_input import InputSource, JobInput, LocalFileSource
@@ -51,7 +51,8 @@ class AnswerTable:
                 f"{path.name} as a table needs --template and one file on this machine as "
                 "input, whose columns it has; or name the output *.jsonl."
             )
-        if path.name != plain_name(path.name) and ".parquet" in path.name.lower():
+        plain = plain_name(path.name)
+        if plain != path.name and plain.lower().endswith(".parquet"):
             raise ConfigError(f"{path.name}: Parquet is compressed by itself.")
         source.check(has_template=True)
         keys = schema_keys(template.body)
@@ -59,9 +60,15 @@ class AnswerTable:
 
     def check(self) -> None:
         """Raises ConfigError if the input has a column of the same name as a new one,
-        InputError if it cannot be read.
+        InputError if it has two of one name, or cannot be read.
         """
         found = columns_of_file(self.source.title, Path(self.source.name))
+        for name in found:
+            if found.count(name) > 1:
+                raise InputError(
+                    f"{self.source.title} has {found.count(name)} columns named {name!r}: "
+                    "rename all but one."
+                )
         for name in (ANSWER, ERROR, *self.keys):
             if name in found:
                 raise ConfigError(
@@ -114,8 +121,9 @@ def schema_keys(body: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _json_object(text: str) -> dict[str, Any] | None:
     try:
-        value = json.loads(text)
-    except ValueError:
+        value = loads_lenient(text.encode(errors="replace"))
+        text_of(value)  # which fails if it is nested too deep to be written
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -128,7 +136,8 @@ def _write_csv(
 ) -> None:
     path = Path(source.name)
     names = columns_of_file(source.title, path)
-    text = io.TextIOWrapper(output, encoding="utf-8", newline="", write_through=True)
+    # A key may hold half of a surrogate pair, which UTF-8 lacks.
+    text = io.TextIOWrapper(output, "utf-8", "replace", newline="", write_through=True)
     writer = csv.writer(text, delimiter=delimiter, lineterminator="\n")
     writer.writerow([*names, *columns])
     answers = zip(*columns.values(), strict=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-NUM_LINES = 50_000
+NUM_LINES = 100_000
 PROMPT_LEN = 300
 MIB = 1 << 20
 
@@ -93,4 +93,4 @@ def test_memory_grows_by_no_more_than_the_tokens(tmp_path: Path) -> None:
     assert found["done"] == NUM_LINES
     assert found["tokens"] >= NUM_LINES * PROMPT_LEN
     token_bytes = 4 * found["tokens"]
-    assert found["grown"] < token_bytes + 32 * MIB, found
+    assert found["grown"] < token_bytes + 48 * MIB, found

@@ -119,7 +119,8 @@ def quick_command(command: str, folder: Path) -> list[str] | None:
     tool, what, *argv = shlex.split(command.replace("\\\n", " "))
     if tool == "sglang-batch" and what != "serve":  # which becomes a new process
         return forked_children.command("cli_main", what, *argv)
-    if tool == "python":
+    # An engine in a forked script has ended with a closed file that was not its own.
+    if tool == "python" and what != "generate.py":
         return forked_children.script_command(folder / what, *argv)
     return None
 

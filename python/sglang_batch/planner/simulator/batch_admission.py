@@ -51,7 +51,7 @@ from .step_admission import compute, fits, overtakes
 @jit_inlined
 def batch_prefill(sim: Sim, lengths: RowLengths) -> tuple[int, float]:
     """Fill the step with prompts."""
-    state = sim.state[0]
+    state = sim.state
     if sim.queue.rule > 0 and wants_switch(
         lengths.batches, lengths.law, _running_rows(sim)
     ):
@@ -88,7 +88,7 @@ def batch_prefill(sim: Sim, lengths: RowLengths) -> tuple[int, float]:
 
 @jit_in_place
 def _running_rows(sim: Sim) -> RunningRows:
-    state = sim.state[0]
+    state = sim.state
     total = float(state.read_base + state.decoding * state.step + state.shared_read)
     longest = max(state.longest, state.longest_joining)
     return RunningRows(int(state.running), total, int(longest))
@@ -100,7 +100,7 @@ def _running_rows(sim: Sim) -> RunningRows:
 @jit_in_place
 def take_notes(sim: Sim, lengths: RowLengths) -> None:
     """Carry out the notes, and find the longest row."""
-    state = sim.state[0]
+    state = sim.state
     for at in range(state.num_notes):
         i, kind = sim.lists.notes[at] // 4, sim.lists.notes[at] % 4
         if kind == DECODES:
@@ -145,7 +145,7 @@ def _waits_for_prefix(sim: Sim, lengths: RowLengths, i: int) -> bool:
     is_retry = sim.sides[LEFT].num_retry > 0
     if not follows(sim, LEFT, i):
         return False
-    if sim.state[0].held_back > MOST_FOLLOWERS:
+    if sim.state.held_back > MOST_FOLLOWERS:
         sim.sides[LEFT].blocked = 1
     elif sim.queue.rule > 0 and not is_retry:
         remove(lengths.batches, i)
@@ -158,7 +158,7 @@ def _waits_for_prefix(sim: Sim, lengths: RowLengths, i: int) -> bool:
 @jit_in_place
 def _switch(sim: Sim, lengths: RowLengths) -> None:
     """Park the rows that leave before the next batch joins."""
-    i = sim.state[0].newest
+    i = sim.state.newest
     while i != NONE:
         older = sim.requests[i].older
         if sim.requests[i].event != NONE and is_parked(lengths.batches, i):
@@ -173,7 +173,7 @@ def _make_way(sim: Sim, lengths: RowLengths, i: int) -> bool:
     there was one. Not on SGLang, where rows leave between steps only."""
     if sim.queue.rule != TREE or not lengths.law.parks or sim.engine.as_sglang:
         return False
-    state = sim.state[0]
+    state = sim.state
     longest, most = NONE, int(sim.requests[i].key)
     row = state.newest
     while row != NONE:
@@ -197,7 +197,7 @@ def _make_way(sim: Sim, lengths: RowLengths, i: int) -> bool:
 def _has_room(sim: Sim, lengths: RowLengths, i: int) -> bool:
     if not sim.engine.dense:
         return fits(sim, i, 0)
-    state = sim.state[0]
+    state = sim.state
     if state.running >= sim.engine.max_running:
         return False
     if state.running == 0:
@@ -215,7 +215,7 @@ def _has_room(sim: Sim, lengths: RowLengths, i: int) -> bool:
 @jit_in_place
 def _sort_rows(sim: Sim, lengths: RowLengths) -> None:
     """Bring the forecast of cells up to date, if requests have left or joined."""
-    state = sim.state[0]
+    state = sim.state
     seen = state.changes + (state.running << 32)
     if state.cells_seen == seen:
         return
@@ -267,8 +267,8 @@ def _decodes(sim: Sim, heap: RowHeap, at: int) -> bool:
 @jit_in_place
 def _push(sim: Sim, heap: RowHeap, base: int, row: int) -> None:
     bases, rows = heap.bases, heap.rows
-    at = sim.state[0].heap_rows
-    sim.state[0].heap_rows += 1
+    at = sim.state.heap_rows
+    sim.state.heap_rows += 1
     while at > 0 and bases[(at - 1) // 2] < base:
         above = (at - 1) // 2
         bases[at], rows[at] = bases[above], rows[above]
@@ -279,8 +279,8 @@ def _push(sim: Sim, heap: RowHeap, base: int, row: int) -> None:
 @jit_in_place
 def _pop(sim: Sim, heap: RowHeap) -> None:
     bases, rows = heap.bases, heap.rows
-    sim.state[0].heap_rows -= 1
-    number = sim.state[0].heap_rows
+    sim.state.heap_rows -= 1
+    number = sim.state.heap_rows
     base, row = bases[number], rows[number]
     at = 0
     while 2 * at + 1 < number:
@@ -297,7 +297,7 @@ def _pop(sim: Sim, heap: RowHeap) -> None:
 @jit_in_place
 def push_row(sim: Sim, heap: RowHeap, row: int) -> None:
     """Add a row that decodes."""
-    state = sim.state[0]
+    state = sim.state
     if state.heap_rows == len(heap.bases):  # full of rows that have left
         entries, state.heap_rows = state.heap_rows, 0
         for at in range(entries):
@@ -309,7 +309,7 @@ def push_row(sim: Sim, heap: RowHeap, row: int) -> None:
 @jit_in_place
 def find_longest(sim: Sim, heap: RowHeap) -> None:
     """Set ``longest``: tokens that the longest row reads in this step, 0 without rows."""
-    state = sim.state[0]
+    state = sim.state
     while state.heap_rows > 0 and not _decodes(sim, heap, 0):
         _pop(sim, heap)
     state.longest = 0

@@ -220,9 +220,23 @@ class SimEngine(NamedTuple):
     padded: bool
     dense: bool
     second: PoolShares
-    table: Floats
     extras: StepExtras
     mixing: MixingCost
+
+
+def as_record(values: Any) -> Any:
+    """A tuple of fields as a record, which compiled functions pass to each other as one
+    pointer. numba takes far longer to compile functions that are passed each field."""
+    return np.array(values, _type_of(values))[()]
+
+
+def _type_of(values: Any) -> Any:
+    if hasattr(values, "_fields"):
+        fields = [(name, _type_of(getattr(values, name))) for name in values._fields]
+        return np.dtype(fields, align=True)
+    if isinstance(values, tuple):
+        return np.dtype((np.float64, len(values)))
+    return np.dtype(type(values))
 
 
 class Lists(NamedTuple):
@@ -248,7 +262,7 @@ class Lists(NamedTuple):
     notes: Int64s
 
 
-def make_state(num_requests: int) -> NDArray[Any]:
+def make_state(num_requests: int) -> Any:
     """An engine at rest, before its first step."""
     state = np.zeros(1, STATE)
     state["step"] = state["clock"] = 1
@@ -257,7 +271,7 @@ def make_state(num_requests: int) -> NDArray[Any]:
     state["newest"] = NONE
     state["margin"] = KV_MARGIN
     state["est_total"] = state["true_total"] = PRIOR
-    return state
+    return state[0]
 
 
 def make_sides() -> NDArray[Any]:
@@ -286,15 +300,18 @@ class Sim(NamedTuple):
     requests: ``REQUEST [n]`` by leaf.
     growing: int64 ``[2, page_size]``, requests that decode, by side and by the steps
         (modulo the page size) that begin a page of them.
-    state: ``STATE [1]``.
+    engine: a record, see :func:`as_record`.
+    table: float64 ``[6, t]``, ``CostModel.step_table``.
+    state: a record of ``STATE``.
     sides: ``SIDE [2]``.
     """
 
     engine: SimEngine
+    table: Floats
     queue: Queue
     requests: NDArray[Any]
     growing: NDArray[np.int64]
-    state: NDArray[Any]
+    state: Any
     sides: NDArray[Any]
     lists: Lists
     cache: SimCache
@@ -319,5 +336,5 @@ DECODES, LEAVES, WAITS, COMES_BACK = 0, 1, 2, 3
 @jit_in_place
 def note(sim: Sim, i: int, kind: int) -> None:
     """Note that a row begins to decode, leaves, waits again, or comes back."""
-    sim.lists.notes[sim.state[0].num_notes] = 4 * i + kind
-    sim.state[0].num_notes += 1
+    sim.lists.notes[sim.state.num_notes] = 4 * i + kind
+    sim.state.num_notes += 1

@@ -31,7 +31,7 @@ from .prefix_cache import (
 @jit_in_place
 def candidate(sim: Sim, side: int) -> int:
     """The next request on a side, or NONE."""
-    state = sim.state[0]
+    state = sim.state
     waiting = sim.lists.waiting
     if side == LEFT:
         while state.next_left <= state.next_right and waiting[state.next_left] == 0:
@@ -61,7 +61,7 @@ def take(sim: Sim, side: int, i: int) -> None:
 @jit_in_place
 def put_back(sim: Sim, i: int) -> None:
     """Return a request to its position among the waiting ones."""
-    state = sim.state[0]
+    state = sim.state
     position = sim.queue.position[i]
     sim.lists.waiting[position] = 1
     note(sim, i, WAITS)
@@ -128,7 +128,7 @@ def show(sim: Sim, i: int, computed: int) -> None:
                     join_first(sim, follower)
                 else:
                     put_back(sim, follower)
-                sim.state[0].followers_kv -= _whole_kv(sim, follower)
+                sim.state.followers_kv -= _whole_kv(sim, follower)
                 follower = sim.requests[follower].next_follower
         node = at.parent
 
@@ -137,7 +137,7 @@ def show(sim: Sim, i: int, computed: int) -> None:
 def follows(sim: Sim, side: int, i: int) -> bool:
     """Hold a side's candidate back if another request computes its prefix. Returns whether
     it does."""
-    state = sim.state[0]
+    state = sim.state
     node = sim.requests[i].node
     while node > 0 and sim.cache.nodes[node].leader == NONE:
         node = sim.cache.nodes[node].parent
@@ -161,7 +161,7 @@ def kv_in_use(sim: Sim) -> int:
 
     SGLang allocates the tokens that a step computes, the textbook engine whole prompts.
     """
-    used = sim.state[0].private + sim.cache.totals[LOCKED]
+    used = sim.state.private + sim.cache.totals[LOCKED]
     if sim.engine.as_sglang:
         for side in range(2):
             s = sim.sides[side]
@@ -176,7 +176,7 @@ def kv_in_use(sim: Sim) -> int:
 def decode_kv(sim: Sim) -> int:
     """Tokens in the pages that the decodes of this step begin."""
     page_size = sim.engine.page_size
-    phase = sim.state[0].step % page_size
+    phase = sim.state.step % page_size
     return int((sim.growing[0, phase] + sim.growing[1, phase]) * page_size)
 
 
@@ -191,10 +191,10 @@ def _count_growing(sim: Sim, i: int, number: int) -> None:
 def grow(sim: Sim) -> None:
     """Add a token of KV to each decoding request."""
     page_size = sim.engine.page_size
-    phase = sim.state[0].step % page_size
+    phase = sim.state.step % page_size
     for side in range(2):
         tokens = sim.growing[side, phase] * page_size
-        sim.state[0].private += tokens
+        sim.state.private += tokens
         sim.sides[side].kv += tokens
 
 
@@ -202,8 +202,8 @@ def grow(sim: Sim) -> None:
 def over_capacity(sim: Sim) -> bool:
     """Whether the next decodes exceed the KV."""
     if sim.engine.dense:
-        cells = sim.state[0].decoding * (sim.state[0].longest + 1)
-        return bool(sim.state[0].decoding > 1 and cells > sim.engine.kv_capacity)
+        cells = sim.state.decoding * (sim.state.longest + 1)
+        return bool(sim.state.decoding > 1 and cells > sim.engine.kv_capacity)
     return kv_in_use(sim) + decode_kv(sim) > sim.engine.kv_capacity
 
 
@@ -221,7 +221,7 @@ def make_room(sim: Sim) -> None:
 def make_room_for_states(sim: Sim) -> None:
     """Drop states that no running request uses until those of all requests fit."""
     if sim.cache.keeps_states:
-        over = sim.state[0].pool_held + sim.cache.totals[STATES]
+        over = sim.state.pool_held + sim.cache.totals[STATES]
         over -= sim.engine.second.capacity
         if over > 0:
             prefix.evict_states(sim.cache, over, sim.queue.rank, sim.requests)
@@ -235,14 +235,14 @@ def _hold(sim: Sim, i: int, side: int, sign: int) -> None:
     """Count the pages of a request that begins (1) or ends (-1) to hold KV."""
     r = sim.requests[i]
     tokens = sign * in_pages(sim, r.own + r.generated)
-    sim.state[0].private += tokens
+    sim.state.private += tokens
     sim.sides[side].kv += tokens
 
 
 @jit_in_place
 def admit(sim: Sim, i: int, side: int) -> None:
     """Allocate KV for a request, whose prompt is computed next."""
-    state = sim.state[0]
+    state = sim.state
     r = sim.requests[i]
     cached = prefix.usable_depth(sim.cache, r.node)
     first = r.admitted == 0 and r.offloaded == 0
@@ -281,7 +281,7 @@ def admit(sim: Sim, i: int, side: int) -> None:
 @jit_in_place
 def start_decoding(sim: Sim) -> None:
     """Let requests whose prompt was completed in this step decode from the next one."""
-    state = sim.state[0]
+    state = sim.state
     for j in range(state.starting):
         i = sim.lists.starting[j]
         r = sim.requests[i]
@@ -307,7 +307,7 @@ def start_decoding(sim: Sim) -> None:
 @jit_in_place
 def _begin_decoding(sim: Sim, i: int, begin: int) -> None:
     """Let a request decode from the step after ``begin``."""
-    state = sim.state[0]
+    state = sim.state
     r = sim.requests[i]
     r.begin = begin
     state.decoding += 1
@@ -332,7 +332,7 @@ def _begin_decoding(sim: Sim, i: int, begin: int) -> None:
 @jit_in_place
 def _stop_decoding(sim: Sim, i: int, last_step: int) -> None:
     """Remove a request from the batch. It still holds its KV."""
-    state = sim.state[0]
+    state = sim.state
     r = sim.requests[i]
     generated = r.generated + last_step - r.begin
     state.decoding -= 1
@@ -359,7 +359,7 @@ def _release(sim: Sim, i: int) -> None:
 @jit_in_place
 def retract_newest(sim: Sim) -> bool:
     """Retract the newest decoding request. Returns whether there was one."""
-    state = sim.state[0]
+    state = sim.state
     i = state.newest
     # Requests whose prompt is partly computed are not retracted.
     while i != NONE and sim.requests[i].event == NONE:
@@ -388,7 +388,7 @@ def retract_newest(sim: Sim) -> bool:
 @jit_in_place
 def park(sim: Sim, i: int) -> None:
     """Move a decoding row to the host. It waits with its present length."""
-    state = sim.state[0]
+    state = sim.state
     r = sim.requests[i]
     unschedule(sim, i)
     leave_forecast(sim, i)
@@ -405,7 +405,7 @@ def park(sim: Sim, i: int) -> None:
 @jit_in_place
 def reload(sim: Sim, i: int) -> None:
     """Resume an offloaded request in this step, with its prefix still in the cache."""
-    state = sim.state[0]
+    state = sim.state
     r = sim.requests[i]
     prefix.lock(sim.cache, r.node, True)
     r.admitted = 1
@@ -418,7 +418,7 @@ def reload(sim: Sim, i: int) -> None:
 @jit_in_place
 def _revise_est_decode_steps(sim: Sim, i: int, new: int) -> None:
     """Change a request's estimate, and with it the planned work of the job."""
-    state = sim.state[0]
+    state = sim.state
     r = sim.requests[i]
     reads = r.read_len * new + float(new) * (new + 1.0) / 2.0
     memory = sim.engine.kv_read_time_s * reads
@@ -431,7 +431,7 @@ def _revise_est_decode_steps(sim: Sim, i: int, new: int) -> None:
 @jit_in_place
 def _end(sim: Sim, i: int) -> None:
     """End a request, and free its KV now or after the next step."""
-    state = sim.state[0]
+    state = sim.state
     r = sim.requests[i]
     state.est_total += r.est_decode_steps + 1
     state.true_total += r.generated + 1
@@ -459,7 +459,7 @@ def _leave_garbage(sim: Sim, i: int) -> None:
 @jit_in_place
 def release_ended(sim: Sim) -> None:
     """Free the KV of requests that ended in the previous step."""
-    state = sim.state[0]
+    state = sim.state
     for j in range(state.ended):
         i = sim.lists.ended[j]
         leave_forecast(sim, i)
@@ -472,7 +472,7 @@ def release_ended(sim: Sim) -> None:
 @jit_in_place
 def end_of_step(sim: Sim) -> None:
     """Process this step's events: requests end or get a longer estimate."""
-    state = sim.state[0]
+    state = sim.state
     release_ended(sim)
     calendar = sim.lists.calendar
     i = calendar[state.step & (len(calendar) - 1)]
@@ -552,7 +552,7 @@ def rounded_est_decode_steps(sim: Sim, i: int) -> int:
     rounded = int(r.est_decode_steps_mean + 0.5)
     if rounded >= r.max_decode_steps:
         return int(r.max_decode_steps)
-    state = sim.state[0]
+    state = sim.state
     bias = min(max(1.0, state.true_total / state.est_total), _BIAS_MAX)
     return int(min(int(rounded * bias + 0.5), r.max_decode_steps))
 
@@ -568,7 +568,7 @@ def growth(sim: Sim, i: int, generated: int, est_decode_steps: int) -> tuple[int
 
 @jit_in_place
 def join_forecast(sim: Sim, i: int, generated: int) -> None:
-    now = sim.state[0].clock
+    now = sim.state.clock
     r = sim.requests[i]
     held, remaining = growth(sim, i, generated, r.est_decode_steps)
     r.base = held - now
@@ -579,13 +579,13 @@ def join_forecast(sim: Sim, i: int, generated: int) -> None:
 @jit_in_place
 def leave_forecast(sim: Sim, i: int) -> None:
     r = sim.requests[i]
-    sim.state[0].changes += 1
+    sim.state.changes += 1
     kv.remove(sim.forecast, r.bucket, r.base, r.final)
 
 
 @jit_in_place
 def join_running(sim: Sim, i: int) -> None:
-    state = sim.state[0]
+    state = sim.state
     r = sim.requests[i]
     r.older = state.newest
     r.newer = NONE
@@ -599,7 +599,7 @@ def join_running(sim: Sim, i: int) -> None:
 
 @jit_in_place
 def leave_running(sim: Sim, i: int) -> None:
-    state = sim.state[0]
+    state = sim.state
     r = sim.requests[i]
     if r.older != NONE:
         sim.requests[r.older].newer = r.newer

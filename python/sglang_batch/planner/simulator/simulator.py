@@ -33,6 +33,7 @@ from .engine_state import (
     RowLengths,
     Sim,
     SimEngine,
+    as_record,
     make_lists,
     make_sides,
     make_state,
@@ -151,8 +152,10 @@ def simulate(
     requests["est_decode_steps_mean"] = steps[tree.order]
     requests["est_decode_steps_sq"] = steps_sq[tree.order]
     eviction = PLANNED if limits.plan_aware_eviction else LRU
+    engine = _engine(cost, limits)
     sim = Sim(
-        engine=_engine(cost, limits),
+        engine=as_record(engine),
+        table=cost.step_table,
         queue=_queue(tree, order),
         requests=requests,
         growing=np.zeros((2, limits.page_size), np.int64),
@@ -164,7 +167,7 @@ def simulate(
         ),
         forecast=make_forecast(int(steps.max(initial=1.0)), limits.page_size),
     )
-    row_lengths = _row_lengths(sim.engine, limits, order.lengths, n)
+    row_lengths = _row_lengths(engine, limits, order.lengths, n)
     samples = np.zeros((6, NUM_SAMPLES))
     stride = run_steps(sim, row_lengths, samples)
     output_tokens = int(np.maximum(output_len, 1).sum(dtype=np.int64))
@@ -291,7 +294,6 @@ def _engine(cost: CostModel, limits: EngineLimits) -> SimEngine:
         padded=bool(cost.padded),
         dense=limits.dense,
         second=limits.second_pool,
-        table=cost.step_table,
         extras=cost.extras,
         mixing=MixingCost.of(cost) or ALWAYS_MIXED,
     )
@@ -306,7 +308,7 @@ def _result(
     stride: int,
     output_tokens: int,
 ) -> Simulation:
-    state, batches = sim.state[0], row_lengths.batches.state[0]
+    state, batches = sim.state, row_lengths.batches.state[0]
     num_steps = int(state["step"] - state["idle"]) - 1
     held = state["kv_steps"] / max(1, num_steps)
     return Simulation(

@@ -47,7 +47,7 @@ _RETRY_STEPS = 32
 @jit_in_place
 def fits(sim: Sim, i: int, reserved: int) -> bool:
     """Whether a row is free and the KV of a request fits, as :func:`_kv_fits` says."""
-    if sim.state[0].running >= sim.engine.max_running:
+    if sim.state.running >= sim.engine.max_running:
         return False
     return _kv_fits(sim, i, reserved)
 
@@ -56,7 +56,7 @@ def fits(sim: Sim, i: int, reserved: int) -> bool:
 def _kv_fits(sim: Sim, i: int, reserved: int) -> bool:
     """Whether a request's KV fits now and, by the forecast, until it ends, next to
     ``reserved`` tokens."""
-    state = sim.state[0]
+    state = sim.state
     if state.running == 0:
         return True
     r = sim.requests[i]
@@ -78,7 +78,7 @@ def _kv_fits(sim: Sim, i: int, reserved: int) -> bool:
 @jit_in_place
 def overtakes(sim: Sim, i: int) -> bool:
     """Whether a request would compute a prefix in KV that followers need first."""
-    claimed = sim.state[0].followers_kv
+    claimed = sim.state.followers_kv
     node = sim.requests[i].node
     if (
         claimed == 0
@@ -91,7 +91,7 @@ def overtakes(sim: Sim, i: int) -> bool:
 @jit_in_place
 def _waits(sim: Sim, side: int) -> bool:
     """Whether a side's next request did not fit, and nothing has changed since."""
-    state = sim.state[0]
+    state = sim.state
     if sim.engine.as_sglang:  # which tries in every step
         return False
     s = sim.sides[side]
@@ -109,7 +109,7 @@ def _waits(sim: Sim, side: int) -> bool:
 @jit_in_place
 def _count_prompt(sim: Sim, tokens: int) -> None:
     """A prompt is computed in this step, up to so many of its tokens."""
-    state = sim.state[0]
+    state = sim.state
     state.prompts += 1
     state.context += tokens
     state.squares += float(tokens) ** 2
@@ -118,7 +118,7 @@ def _count_prompt(sim: Sim, tokens: int) -> None:
 @jit_in_place
 def compute(sim: Sim, side: int, tokens: int) -> tuple[int, float]:
     """Compute up to ``tokens`` tokens of a side's partly computed prompt."""
-    state = sim.state[0]
+    state = sim.state
     s = sim.sides[side]
     i = s.partial
     if i == NONE:
@@ -155,7 +155,7 @@ def _attention_time(sim: Sim, begin: int, tokens: int) -> float:
 
 @jit_in_place
 def _prompt_done(sim: Sim, i: int) -> None:
-    state = sim.state[0]
+    state = sim.state
     sim.lists.starting[state.starting] = i
     state.starting += 1
 
@@ -180,7 +180,7 @@ def _join_whole(sim: Sim, i: int, side: int) -> tuple[int, float]:
     some = s.partial_left
     s.partial, s.partial_left = partial, partial_left
     _prompt_done(sim, i)
-    sim.state[0].prefilled += some
+    sim.state.prefilled += some
     begin = r.input_len + r.generated - some
     _count_prompt(sim, begin + some)
     return int(some), _attention_time(sim, begin, some)
@@ -190,7 +190,7 @@ def _join_whole(sim: Sim, i: int, side: int) -> tuple[int, float]:
 def _prefill(sim: Sim, side: int, tokens: int, reserved: int) -> tuple[int, float]:
     """Compute up to ``tokens`` prompt tokens of a side, admitting as needed, and keep ``reserved``
     tokens of KV free for the other side."""
-    s, state = sim.sides[side], sim.state[0]
+    s, state = sim.sides[side], sim.state
     whole = int(state.whole_tokens)
     done = 0
     attention = 0.0
@@ -240,7 +240,7 @@ def compute_begun(sim: Sim, tokens: int) -> tuple[int, float]:
 @jit_in_place
 def kv_reads(sim: Sim) -> float:
     """Tokens of KV whose reading takes as long as that of all requests that decode."""
-    state = sim.state[0]
+    state = sim.state
     tokens = float(state.read_base + state.decoding * state.step + state.shared_read)
     longest, rows, engine = float(state.longest), float(state.decoding), sim.engine
     return float(tokens_read(tokens, longest, rows, engine.row_share, engine.padded))
@@ -250,12 +250,12 @@ def kv_reads(sim: Sim) -> float:
 def side_reads(sim: Sim, side: int) -> int:
     """KV tokens that a side's decodes read, shared ones once per request."""
     s = sim.sides[side]
-    return int(s.read_base + s.decoding * sim.state[0].step)
+    return int(s.read_base + s.decoding * sim.state.step)
 
 
 @jit_in_place
 def _density_ahead(sim: Sim, side: int) -> float:
-    state = sim.state[0]
+    state = sim.state
     position = state.next_left if side == LEFT else state.next_right
     return float(sim.queue.density[min(max(position, 0), len(sim.queue.density) - 1)])
 
@@ -290,7 +290,7 @@ def _prompt_token_time(sim: Sim) -> float:
 @jit_in_place
 def _scan_budgets(sim: Sim, target: float) -> ScanBudgets:
     """The dual scanner's budgets for this step."""
-    state = sim.state[0]
+    state = sim.state
     left_open = candidate(sim, LEFT) != NONE
     right_open = candidate(sim, RIGHT) != NONE
     # The papers' engine has no rule to fill a half-empty KV cache: count it as full.
@@ -361,7 +361,7 @@ def _prefill_right(
         # The partly computed prompt is first, with all tokens of the step.
         whole_step = may_join or sim.sides[RIGHT].partial != NONE
         some = right if whole_step else min(limit, tokens)
-        done, attention = compute_begun(sim, max(some, int(sim.state[0].whole_tokens)))
+        done, attention = compute_begun(sim, max(some, int(sim.state.whole_tokens)))
         sim.sides[LEFT].blocked = 0
     elif not may_join:  # continue the partly computed prompt, begin no other
         kept = sim.engine.kv_capacity
@@ -376,7 +376,7 @@ def _prefill_right(
 @jit_in_place
 def apart(sim: Sim, tokens: int) -> bool:
     """Whether a step with so many tokens of prompts leaves the decodes to the next one."""
-    decoding = sim.state[0].decoding
+    decoding = sim.state.decoding
     if tokens <= 0 or decoding == 0:
         return False
     loss = mixing_loss_s(
@@ -395,14 +395,14 @@ def prompt_begun(sim: Sim) -> bool:
 def _nobody_can_join(sim: Sim) -> bool:
     """Whether no row is free. Then the scheduler does not look at the next requests."""
     return bool(
-        not prompt_begun(sim) and sim.state[0].running >= sim.engine.max_running
+        not prompt_begun(sim) and sim.state.running >= sim.engine.max_running
     )
 
 
 @jit_inlined
 def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
     """Admit from both sides by the dual scanner's budgets."""
-    state = sim.state[0]
+    state = sim.state
     if sim.engine.as_sglang and _nobody_can_join(sim):
         return 0, 0.0
     left_blocked = sim.sides[LEFT].blocked != 0
@@ -444,5 +444,5 @@ def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
 @jit_in_place
 def static_prefill(sim: Sim) -> tuple[int, float]:
     """Fill the step with the next prompts of the order."""
-    limit = max(0, sim.engine.step_tokens - sim.state[0].decoding)
+    limit = max(0, sim.engine.step_tokens - sim.state.decoding)
     return _prefill(sim, LEFT, limit, 0)

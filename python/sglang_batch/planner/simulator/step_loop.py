@@ -49,7 +49,7 @@ _MARGIN_DOWN = 0.998
 @jit_in_place
 def _remaining_density(sim: Sim) -> float:
     """Compute time over KV read time of the remaining work, by the estimates."""
-    state = sim.state[0]
+    state = sim.state
     reads = max(state.kv_read_planned - state.kv_read, 1e-9)
     density = max(state.compute_planned - state.work, 0.0) / reads
     return float(min(max(density, 1.0 / _DENSITY_RANGE), _DENSITY_RANGE))
@@ -58,7 +58,7 @@ def _remaining_density(sim: Sim) -> float:
 @jit_in_place
 def _grow(sim: Sim, lengths: RowLengths) -> None:
     """Add one KV token to every decoding request, retracting requests if KV is short."""
-    state = sim.state[0]
+    state = sim.state
     totals = sim.cache.totals
     while over_capacity(sim):
         if sim.engine.as_sglang or not retract_newest(sim):
@@ -96,7 +96,7 @@ def _sample(samples: Floats, stride: int, step: int, values: tuple[float, ...]) 
 @jit_inlined
 def _prompts(sim: Sim, lengths: RowLengths, target: float) -> tuple[int, float]:
     """Admit requests and compute prompts."""
-    state = sim.state[0]
+    state = sim.state
     state.cut = 0
     if sim.engine.as_sglang:
         state.held_back = 0
@@ -123,7 +123,7 @@ def _step_seconds(
         attention: seconds of attention over prompts, and of encoders.
         reads: tokens of KV that all answers read.
     """
-    table, extras, state = sim.engine.table, sim.engine.extras, sim.state[0]
+    table, extras, state = sim.table, sim.engine.extras, sim.state
     rows = decoding + state.prompts
     compute, memory, other = matrix_seconds(table, tokens, rows)
     compute += attention
@@ -159,7 +159,7 @@ def _prompts_alone(sim: Sim, tokens: int) -> bool:
 @jit_in_place
 def _split_seconds(sim: Sim, tokens: int, attention: float, reads: float) -> float:
     """Seconds of a mixed step as two forwards at the same time, which both read the weights."""
-    state, table = sim.state[0], sim.engine.table
+    state, table = sim.state, sim.table
     compute, memory, _ = matrix_seconds(table, tokens - state.decoding, state.prompts)
     prompts = compute + memory + attention
     compute, memory, _ = matrix_seconds(table, state.decoding, state.decoding)
@@ -177,7 +177,7 @@ def _charge(
         alone: whether rows do not decode in it.
         ended: requests that ended in the step before.
     """
-    engine, state = sim.engine, sim.state[0]
+    engine, state = sim.engine, sim.state
     decoding = 0 if alone else state.decoding
     charged = tokens + decoding
     attention += state.media * engine.encoder_token_time_s
@@ -211,7 +211,7 @@ def run_steps(sim: Sim, lengths: RowLengths, samples: Floats) -> int:
             compute and memory time, rows that decode, their tokens of KV, and those of the longest.
     """
     engine = sim.engine
-    state = sim.state[0]
+    state = sim.state
     stride = 1
     target = 1.0
     counted = 0
@@ -268,7 +268,7 @@ _MARGIN_UP, _MARGIN_MAX = 2.0, 0.2
 @jit_inlined
 def offload_for_decodes(sim: Sim) -> bool:
     """Free KV for the next decodes. Returns whether any request was offloaded."""
-    state = sim.state[0]
+    state = sim.state
     capacity = sim.engine.kv_capacity
     if kv_in_use(sim) + decode_kv(sim) <= capacity:
         return False
@@ -288,7 +288,7 @@ def offload_for_decodes(sim: Sim) -> bool:
 @jit_inlined
 def resume(sim: Sim) -> None:
     """Resume offloaded requests, in the order in which they were offloaded."""
-    state = sim.state[0]
+    state = sim.state
     offloaded = sim.lists.offloaded
     while state.num_offloaded > 0:
         i = offloaded[state.first_offloaded]
@@ -308,7 +308,7 @@ def resume(sim: Sim) -> None:
 
 @jit_in_place
 def _has_room(sim: Sim, i: int) -> bool:
-    state = sim.state[0]
+    state = sim.state
     r = sim.requests[i]
     needed = in_pages(sim, r.own + r.generated)
     needed += prefix.newly_locked(sim.cache, r.node)[0]

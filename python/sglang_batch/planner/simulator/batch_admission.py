@@ -102,7 +102,7 @@ def take_notes(sim: Sim, lengths: RowLengths) -> None:
     """Carry out the notes, and find the longest row."""
     state = sim.state
     for at in range(state.num_notes):
-        i, kind = sim.lists.notes[at] // 4, sim.lists.notes[at] % 4
+        i, kind = sim.notes[at] // 4, sim.notes[at] % 4
         if kind == DECODES:
             push_row(sim, lengths.heap, i)
         elif sim.queue.rule == 0:
@@ -120,7 +120,8 @@ def take_notes(sim: Sim, lengths: RowLengths) -> None:
 @jit_in_place
 def add_all(sim: Sim, lengths: RowLengths) -> None:
     """All requests of the job wait from now on."""
-    for i in sim.queue.order:
+    for at in range(len(sim.places)):
+        i = sim.places[at].leaf
         _add(sim, lengths, i)
 
 
@@ -240,7 +241,7 @@ def _join(sim: Sim, lengths: RowLengths, i: int) -> bool:
         admit(sim, i, LEFT)
         note(sim, i, COMES_BACK)
         return False
-    sim.lists.waiting[sim.queue.position[i]] = 0
+    sim.places[sim.requests[i].position].waits = 0
     join(lengths.batches, i)
     whole = prefix.cached_depth(sim.cache, r.node) >= sim.cache.nodes[r.node].depth
     if r.offloaded and r.generated > 0 and whole:

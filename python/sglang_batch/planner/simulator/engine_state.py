@@ -60,6 +60,8 @@ REQUEST = np.dtype(
         ("pool_share", np.int32),  # units of the second pool that it is charged
         ("media", np.int32),  # placeholders of images and sounds in its prompt
         ("row_base", np.int64),  # length - step while it decodes
+        ("position", np.int32),  # its place in the order, and how soon it is taken
+        ("rank", np.int32),
     ],
     align=True,
 )
@@ -152,20 +154,29 @@ SIDE = np.dtype(
 )
 
 
+# A place of the order, and of each list of requests by their stage. There is one per request.
+PLACE = np.dtype(
+    [
+        ("density", np.float64),  # compute density of the order's neighbourhood
+        ("leaf", np.int32),  # of the order
+        ("admitted", np.int32),  # leaves in order of admission
+        ("starting", np.int32),  # requests whose prompt was completed in this step
+        ("ended", np.int32),  # requests that ended and still hold their KV
+        ("offloaded", np.int32),  # a ring of offloaded requests, in this order
+        ("retry", np.int32, 2),  # retracted requests of either side
+        ("waits", np.int32),  # whether the order's request waits to be admitted
+    ],
+    align=True,
+)
+
+
 class Queue(NamedTuple):
     """The order of the plan, as leaves.
 
-    order: int64 ``[n]``, the leaf at each position.
-    position, rank: int64 ``[n]`` by leaf, its place in the order, and how soon it is taken.
-    density: float64 ``[n]`` by position, compute density of the neighbourhood.
     dual, num_left: whether the order is taken from both ends, and positions of the left side.
     rule: of ``kv_lengths.batch_state``, 0 for an order that is followed.
     """
 
-    order: Int64s
-    position: Int64s
-    rank: Int64s
-    density: Floats
     dual: bool
     num_left: int
     rule: int
@@ -239,29 +250,6 @@ def _type_of(values: Any) -> Any:
     return np.dtype(type(values))
 
 
-class Lists(NamedTuple):
-    """Requests by their stage in the engine.
-
-    calendar: int32 ``[slots]``, the first request with an event in each step.
-    starting: int32 ``[n]``, requests whose prompt was completed in this step.
-    retry: int32 ``[2, n]``, retracted requests of either side.
-    admitted: int64 ``[n]``, leaves in order of admission.
-    waiting: uint8 ``[n]`` by position, whether the request waits to be admitted.
-    ended: int32 ``[n]``, requests that ended and still hold their KV.
-    offloaded: int32 ``[n]``, a ring of offloaded requests, in the order of offloading.
-    notes: int64 ``[8 n]``, see ``note``.
-    """
-
-    calendar: NDArray[np.int32]
-    starting: NDArray[np.int32]
-    retry: NDArray[np.int32]
-    admitted: Int64s
-    waiting: NDArray[np.uint8]
-    ended: NDArray[np.int32]
-    offloaded: NDArray[np.int32]
-    notes: Int64s
-
-
 def make_state(num_requests: int) -> Any:
     """An engine at rest, before its first step."""
     state = np.zeros(1, STATE)
@@ -280,24 +268,17 @@ def make_sides() -> NDArray[Any]:
     return sides
 
 
-def make_lists(num_requests: int, max_decode_steps: int) -> Lists:
-    slots = 1 << int(max_decode_steps + 2).bit_length()
-    return Lists(
-        calendar=np.full(slots, NONE, np.int32),
-        starting=np.zeros(num_requests, np.int32),
-        retry=np.zeros((2, num_requests), np.int32),
-        admitted=np.zeros(num_requests, np.int64),
-        waiting=np.ones(num_requests, np.uint8),
-        ended=np.zeros(num_requests, np.int32),
-        offloaded=np.zeros(num_requests, np.int32),
-        notes=np.zeros(8 * num_requests, np.int64),
-    )
+def make_calendar(max_decode_steps: int) -> NDArray[np.int32]:
+    return np.full(1 << int(max_decode_steps + 2).bit_length(), NONE, np.int32)
 
 
 class Sim(NamedTuple):
     """The whole state that a step of the simulator reads and changes.
 
     requests: ``REQUEST [n]`` by leaf.
+    places: ``PLACE [n]``.
+    calendar: int32 ``[slots]``, the first request with an event in each step.
+    notes: int64 ``[8 n]``, see :func:`note`.
     growing: int64 ``[2, page_size]``, requests that decode, by side and by the steps
         (modulo the page size) that begin a page of them.
     engine: a record, see :func:`as_record`.
@@ -310,10 +291,12 @@ class Sim(NamedTuple):
     table: Floats
     queue: Queue
     requests: NDArray[Any]
+    places: NDArray[Any]
+    calendar: NDArray[np.int32]
+    notes: Int64s
     growing: NDArray[np.int64]
     state: Any
     sides: NDArray[Any]
-    lists: Lists
     cache: SimCache
     forecast: KvForecast
 
@@ -336,5 +319,5 @@ DECODES, LEAVES, WAITS, COMES_BACK = 0, 1, 2, 3
 @jit_in_place
 def note(sim: Sim, i: int, kind: int) -> None:
     """Note that a row begins to decode, leaves, waits again, or comes back."""
-    sim.lists.notes[sim.state.num_notes] = 4 * i + kind
+    sim.notes[sim.state.num_notes] = 4 * i + kind
     sim.state.num_notes += 1

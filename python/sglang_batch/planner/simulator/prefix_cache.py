@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ..admission_rules.followers import WORTH_A_STATE
 from ..compiled import jit_in_place
 from ..prefixes.prefix_tree import PrefixTree
-from ..requests import Int32s, Int64s
+from ..requests import Int64s
 
 LRU = 0
 PLANNED = 1
@@ -59,21 +59,24 @@ NODE = np.dtype(
 )
 
 
+# An entry of the cache, and its neighbours in the eviction list.
+ENTRY = np.dtype(
+    [("older", np.int32), ("newer", np.int32), ("garbage", np.int32)], align=True
+)
+
+
 class SimCache(NamedTuple):
     """Entries ``0..m-1`` are the tree's nodes, ``m + i`` is the garbage of leaf ``i``.
 
     nodes: ``NODE [m]``.
-    older, newer: int32 ``[m + n + 1]``, neighbours in the eviction list, whose head is the last.
-    garbage: int32 ``[n]``, tokens of each leaf's garbage.
+    entries: ``ENTRY [m + n + 1]``. The last is the head of the eviction list.
     totals: int64 ``[5]``, tokens LOCKED, IDLE and GARBAGE, NODES in use and STATES.
     eviction: LRU or PLANNED.
     keeps_states: whether prefixes can be used only where a state was kept.
     """
 
     nodes: NDArray[Any]
-    older: Int32s
-    newer: Int32s
-    garbage: Int32s
+    entries: NDArray[Any]
     totals: Int64s
     eviction: int
     keeps_states: bool
@@ -100,12 +103,11 @@ def make_cache(
     if keeps_states:
         ends = tree.leaf_parent[tree.input_len <= depth[tree.leaf_parent]]
         nodes["is_end"][ends[ends > 0]] = 1
-    head = np.full(m + n + 1, m + n, dtype=np.int32)
+    entries = np.zeros(m + n + 1, ENTRY)
+    entries["older"] = entries["newer"] = m + n
     return SimCache(
         nodes=nodes,
-        older=head.copy(),
-        newer=head.copy(),
-        garbage=np.zeros(n, dtype=np.int32),
+        entries=entries,
         totals=np.zeros(5, dtype=np.int64),
         eviction=eviction,
         keeps_states=keeps_states,
@@ -157,19 +159,19 @@ def without_state(cache: SimCache, node: int) -> int:
 
 @jit_in_place
 def _append(cache: SimCache, entry: int) -> None:
-    head = len(cache.newer) - 1
-    last = cache.older[head]
-    cache.newer[last] = entry
-    cache.older[entry] = last
-    cache.newer[entry] = head
-    cache.older[head] = entry
+    head = len(cache.entries) - 1
+    last = cache.entries[head].older
+    cache.entries[last].newer = entry
+    cache.entries[entry].older = last
+    cache.entries[entry].newer = head
+    cache.entries[head].older = entry
 
 
 @jit_in_place
 def _unlink(cache: SimCache, entry: int) -> None:
-    before, after = cache.older[entry], cache.newer[entry]
-    cache.newer[before] = after
-    cache.older[after] = before
+    before, after = cache.entries[entry].older, cache.entries[entry].newer
+    cache.entries[before].newer = after
+    cache.entries[after].older = before
 
 
 @jit_in_place
@@ -280,14 +282,12 @@ def _drop_state(cache: SimCache, node: int) -> None:
 
 
 @jit_in_place
-def evict_states(
-    cache: SimCache, number: int, rank: Int64s, requests: NDArray[Any]
-) -> None:
+def evict_states(cache: SimCache, number: int, requests: NDArray[Any]) -> None:
     """Free so many states of prefixes that no running request uses, or all of them."""
-    head = len(cache.newer) - 1
+    head = len(cache.entries) - 1
     left = cache.totals[STATES] - number
-    while cache.totals[STATES] > left and cache.newer[head] != head:
-        _evict_node(cache, _furthest(cache, rank, requests))
+    while cache.totals[STATES] > left and cache.entries[head].newer != head:
+        _evict_node(cache, _furthest(cache, requests))
 
 
 @jit_in_place
@@ -331,54 +331,53 @@ def leave_garbage(cache: SimCache, leaf: int, tokens: int) -> None:
     """Keep the private tokens of a request that ended, under ``LRU``."""
     if cache.eviction == PLANNED or tokens == 0:
         return
-    cache.garbage[leaf] = tokens
+    cache.entries[len(cache.nodes) + leaf].garbage = tokens
     cache.totals[GARBAGE] += tokens
     _append(cache, len(cache.nodes) + leaf)
 
 
 @jit_in_place
-def _furthest(cache: SimCache, rank: Int64s, requests: NDArray[Any]) -> int:
+def _furthest(cache: SimCache, requests: NDArray[Any]) -> int:
     """The idle node whose next use is furthest away in the plan."""
-    head = len(cache.newer) - 1
-    best = int(cache.newer[head])
+    head = len(cache.entries) - 1
+    best = int(cache.entries[head].newer)
     best_use = -1
     entry = best
     while entry != head:
         at = cache.nodes[entry]
         if at.next_use < 0:
-            nearest = len(rank)
+            nearest = len(requests)
             for leaf in range(at.leaf_begin, at.leaf_end):
-                if requests[leaf].admitted == 0 and rank[leaf] < nearest:
-                    nearest = rank[leaf]
+                if requests[leaf].admitted == 0:
+                    nearest = min(nearest, requests[leaf].rank)
             at.next_use = nearest
         # A child is evicted before its parent.
         if at.next_use >= best_use and at.children == 0:
             best, best_use = entry, at.next_use
-        entry = int(cache.newer[entry])
+        entry = int(cache.entries[entry].newer)
     return best
 
 
 @jit_in_place
-def evict(cache: SimCache, tokens: int, rank: Int64s, requests: NDArray[Any]) -> int:
+def evict(cache: SimCache, tokens: int, requests: NDArray[Any]) -> int:
     """Free at least ``tokens`` tokens, or all evictable ones. Returns the number freed.
 
     Args:
-        rank: int64 ``[n]``, rank of each leaf in the plan.
-        requests: ``REQUEST [n]``.
+        requests: ``REQUEST [n]``, with their ranks in the plan.
     """
-    head = len(cache.newer) - 1
+    head = len(cache.entries) - 1
     m = len(cache.nodes)
     freed = 0
-    while freed < tokens and cache.newer[head] != head:
+    while freed < tokens and cache.entries[head].newer != head:
         if cache.eviction == PLANNED:
-            entry = _furthest(cache, rank, requests)
+            entry = _furthest(cache, requests)
         else:
-            entry = int(cache.newer[head])
+            entry = int(cache.entries[head].newer)
         if entry < m:
             freed += _evict_node(cache, entry)
         else:
             _unlink(cache, entry)
-            cache.totals[GARBAGE] -= cache.garbage[entry - m]
-            freed += cache.garbage[entry - m]
-            cache.garbage[entry - m] = 0
+            cache.totals[GARBAGE] -= cache.entries[entry].garbage
+            freed += cache.entries[entry].garbage
+            cache.entries[entry].garbage = 0
     return freed

@@ -32,21 +32,22 @@ from .prefix_cache import (
 def candidate(sim: Sim, side: int) -> int:
     """The next request on a side, or NONE."""
     state = sim.state
-    waiting = sim.lists.waiting
+    places, last = sim.places, state.next_right
     if side == LEFT:
-        while state.next_left <= state.next_right and waiting[state.next_left] == 0:
+        while state.next_left <= last and places[state.next_left].waits == 0:
             state.next_left += 1
     else:
-        while state.next_left <= state.next_right and waiting[state.next_right] == 0:
+        first = state.next_left
+        while first <= state.next_right and places[state.next_right].waits == 0:
             state.next_right -= 1
     s = sim.sides[side]
     if s.num_retry > 0:
-        return int(sim.lists.retry[side, s.num_retry - 1])
+        return int(places[s.num_retry - 1].retry[side])
     if state.next_left > state.next_right:
         return NONE
     if side == RIGHT and state.next_right < sim.queue.num_left:
         return NONE
-    return int(sim.queue.order[state.next_left if side == LEFT else state.next_right])
+    return int(places[state.next_left if side == LEFT else state.next_right].leaf)
 
 
 @jit_in_place
@@ -55,15 +56,15 @@ def take(sim: Sim, side: int, i: int) -> None:
     if sim.sides[side].num_retry > 0:
         sim.sides[side].num_retry -= 1
     else:
-        sim.lists.waiting[sim.queue.position[i]] = 0
+        sim.places[sim.requests[i].position].waits = 0
 
 
 @jit_in_place
 def put_back(sim: Sim, i: int) -> None:
     """Return a request to its position among the waiting ones."""
     state = sim.state
-    position = sim.queue.position[i]
-    sim.lists.waiting[position] = 1
+    position = sim.requests[i].position
+    sim.places[position].waits = 1
     note(sim, i, WAITS)
     state.next_left = min(state.next_left, position)
     state.next_right = max(state.next_right, position)
@@ -73,7 +74,7 @@ def put_back(sim: Sim, i: int) -> None:
 def join_first(sim: Sim, i: int) -> None:
     """Let a request join before those that wait."""
     side = sim.sides[sim.requests[i].side]
-    sim.lists.retry[sim.requests[i].side, side.num_retry] = i
+    sim.places[side.num_retry].retry[sim.requests[i].side] = i
     side.num_retry += 1
 
 
@@ -214,7 +215,7 @@ def make_room(sim: Sim) -> None:
     used = kv_in_use(sim) + totals[IDLE] + totals[GARBAGE]
     if used > sim.engine.kv_capacity:
         over = used - sim.engine.kv_capacity
-        prefix.evict(sim.cache, over, sim.queue.rank, sim.requests)
+        prefix.evict(sim.cache, over, sim.requests)
 
 
 @jit_in_place
@@ -224,7 +225,7 @@ def make_room_for_states(sim: Sim) -> None:
         over = sim.state.pool_held + sim.cache.totals[STATES]
         over -= sim.engine.second.capacity
         if over > 0:
-            prefix.evict_states(sim.cache, over, sim.queue.rank, sim.requests)
+            prefix.evict_states(sim.cache, over, sim.requests)
 
 
 # --- Stages
@@ -260,7 +261,7 @@ def admit(sim: Sim, i: int, side: int) -> None:
         extend = 1
     r.admitted = 1
     if first:
-        sim.lists.admitted[state.admitted] = i
+        sim.places[state.admitted].admitted = i
         state.admitted += 1
         state.cached += cached
         state.recomputed += 1 if known else 0
@@ -283,7 +284,7 @@ def start_decoding(sim: Sim) -> None:
     """Let requests whose prompt was completed in this step decode from the next one."""
     state = sim.state
     for j in range(state.starting):
-        i = sim.lists.starting[j]
+        i = sim.places[j].starting
         r = sim.requests[i]
         if sim.engine.as_sglang:
             show(sim, i, r.input_len)
@@ -376,8 +377,8 @@ def retract_newest(sim: Sim) -> bool:
         prefix.give_use_back(sim.cache, r.node)
         r.admitted = 0
         r.offloaded = 1
-        offloaded = sim.lists.offloaded
-        offloaded[(state.first_offloaded + state.num_offloaded) % len(offloaded)] = i
+        last = (state.first_offloaded + state.num_offloaded) % len(sim.places)
+        sim.places[last].offloaded = i
         state.num_offloaded += 1
     else:
         join_first(sim, i)
@@ -439,7 +440,7 @@ def _end(sim: Sim, i: int) -> None:
     _revise_est_decode_steps(sim, i, r.generated)
     if r.ends_in_time:
         # SGLang learns one step late that a request ended.
-        sim.lists.ended[state.ended] = i
+        sim.places[state.ended].ended = i
         state.ended += 1
         return
     leave_forecast(sim, i)
@@ -461,7 +462,7 @@ def release_ended(sim: Sim) -> None:
     """Free the KV of requests that ended in the previous step."""
     state = sim.state
     for j in range(state.ended):
-        i = sim.lists.ended[j]
+        i = sim.places[j].ended
         leave_forecast(sim, i)
         _leave_garbage(sim, i)
         _release(sim, i)
@@ -474,7 +475,7 @@ def end_of_step(sim: Sim) -> None:
     """Process this step's events: requests end or get a longer estimate."""
     state = sim.state
     release_ended(sim)
-    calendar = sim.lists.calendar
+    calendar = sim.calendar
     i = calendar[state.step & (len(calendar) - 1)]
     while i != NONE:
         r = sim.requests[i]
@@ -504,7 +505,7 @@ _BIAS_MAX = 16.0
 
 @jit_in_place
 def _schedule(sim: Sim, i: int, step: int) -> None:
-    calendar = sim.lists.calendar
+    calendar = sim.calendar
     slot = step & (len(calendar) - 1)
     first = calendar[slot]
     r = sim.requests[i]
@@ -520,7 +521,7 @@ def _schedule(sim: Sim, i: int, step: int) -> None:
 def unschedule(sim: Sim, i: int) -> None:
     r = sim.requests[i]
     if r.before == NONE:
-        calendar = sim.lists.calendar
+        calendar = sim.calendar
         calendar[r.event & (len(calendar) - 1)] = r.after
     else:
         sim.requests[r.before].after = r.after

@@ -27,6 +27,7 @@ from ..prefixes.prefix_tree import PrefixTree
 from ..requests import Floats, Int32s, Int64s
 from .engine_state import (
     NONE,
+    PLACE,
     REQUEST,
     Queue,
     RowHeap,
@@ -34,7 +35,7 @@ from .engine_state import (
     Sim,
     SimEngine,
     as_record,
-    make_lists,
+    make_calendar,
     make_sides,
     make_state,
 )
@@ -156,12 +157,18 @@ def simulate(
     sim = Sim(
         engine=as_record(engine),
         table=cost.step_table,
-        queue=_queue(tree, order),
+        queue=Queue(
+            dual=order.density is not None,
+            num_left=order.num_left,
+            rule=0 if order.lengths is None else order.lengths.rule,
+        ),
         requests=requests,
+        places=_places(tree, order, requests),
+        calendar=make_calendar(int(requests["decode_steps"].max(initial=1))),
+        notes=np.zeros(8 * n, np.int64),
         growing=np.zeros((2, limits.page_size), np.int64),
         state=state,
         sides=make_sides(),
-        lists=make_lists(n, int(requests["decode_steps"].max(initial=1))),
         cache=make_cache(
             tree, eviction, limits.page_size, keeps_states=limits.keeps_states
         ),
@@ -227,25 +234,17 @@ def _count_decode_steps(requests: NDArray[Any], *, overlapped: bool) -> None:
         requests["decode_steps"] -= 1
 
 
-def _queue(tree: PrefixTree, order: Order) -> Queue:
-    n, density = len(order.requests), order.density
-    by_position = tree.position[order.requests]
-    rank = np.empty(n, dtype=np.int64)
-    position = np.empty(n, dtype=np.int64)
-    positions = np.arange(n)
-    position[by_position] = positions
-    # In an order taken from both ends, the distance from the nearer end counts.
-    nearer = positions if density is None else np.minimum(positions, n - 1 - positions)
-    rank[by_position] = nearer
-    return Queue(
-        order=by_position,
-        position=position,
-        rank=rank,
-        density=np.zeros(n) if density is None else density,
-        dual=density is not None,
-        num_left=order.num_left,
-        rule=0 if order.lengths is None else order.lengths.rule,
-    )
+def _places(tree: PrefixTree, order: Order, requests: NDArray[Any]) -> NDArray[Any]:
+    """The order, as leaves. Sets each request's position in it, and how soon it is taken."""
+    leaves, positions = tree.position[order.requests], np.arange(len(requests))
+    places = np.zeros(len(requests), PLACE)
+    places["leaf"], places["waits"] = leaves, 1
+    requests["position"][leaves] = requests["rank"][leaves] = positions
+    if order.density is not None:
+        places["density"] = order.density
+        # In an order taken from both ends, the distance from the nearer end counts.
+        requests["rank"][leaves] = np.minimum(positions, positions[::-1])
+    return places
 
 
 def _row_lengths(
@@ -324,7 +323,7 @@ def _result(
         retractions=int(state["retractions"]),
         peak_kv_tokens=int(state["peak_kv"]),
         mean_kv_share=float(held / limits.kv_capacity_tokens),
-        admission_order=tree.order[sim.lists.admitted],
+        admission_order=tree.order[sim.places["admitted"]],
         samples=samples[:, : -(-num_steps // stride)],
         parked=int(state["parked"]),
         num_batches=int(batches["num_batches"]),

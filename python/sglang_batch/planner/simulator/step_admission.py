@@ -156,7 +156,7 @@ def _attention_time(sim: Sim, begin: int, tokens: int) -> float:
 @jit_in_place
 def _prompt_done(sim: Sim, i: int) -> None:
     state = sim.state
-    sim.lists.starting[state.starting] = i
+    sim.places[state.starting].starting = i
     state.starting += 1
 
 
@@ -257,7 +257,7 @@ def side_reads(sim: Sim, side: int) -> int:
 def _density_ahead(sim: Sim, side: int) -> float:
     state = sim.state
     position = state.next_left if side == LEFT else state.next_right
-    return float(sim.queue.density[min(max(position, 0), len(sim.queue.density) - 1)])
+    return float(sim.places[min(max(position, 0), len(sim.places) - 1)].density)
 
 
 @jit_in_place
@@ -394,9 +394,7 @@ def prompt_begun(sim: Sim) -> bool:
 @jit_in_place
 def _nobody_can_join(sim: Sim) -> bool:
     """Whether no row is free. Then the scheduler does not look at the next requests."""
-    return bool(
-        not prompt_begun(sim) and sim.state.running >= sim.engine.max_running
-    )
+    return bool(not prompt_begun(sim) and sim.state.running >= sim.engine.max_running)
 
 
 @jit_inlined

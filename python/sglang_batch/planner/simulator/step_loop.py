@@ -289,15 +289,14 @@ def offload_for_decodes(sim: Sim) -> bool:
 def resume(sim: Sim) -> None:
     """Resume offloaded requests, in the order in which they were offloaded."""
     state = sim.state
-    offloaded = sim.lists.offloaded
     while state.num_offloaded > 0:
-        i = offloaded[state.first_offloaded]
+        i = sim.places[state.first_offloaded].offloaded
         r = sim.requests[i]
         node = r.node
         gone = prefix.cached_depth(sim.cache, node) < sim.cache.nodes[node].depth
         if not gone and not (_has_room(sim, i) and fits(sim, i, 0)):
             break
-        state.first_offloaded = (state.first_offloaded + 1) % len(offloaded)
+        state.first_offloaded = (state.first_offloaded + 1) % len(sim.places)
         state.num_offloaded -= 1
         if gone:  # its prefix was evicted: it waits, and computes its prompt again
             put_back(sim, i)

@@ -37,6 +37,7 @@ class Cache:
         self.cache = prefix_cache.make_cache(self.tree, eviction)
         self.leaf = np.argsort(self.tree.order)
         self.records = np.zeros(len(prompts), REQUEST)
+        self.records["rank"] = self.tree.order
 
     def node(self, request: int) -> int:
         return int(self.tree.leaf_parent[self.leaf[request]])
@@ -56,9 +57,7 @@ class Cache:
             self.unlock(request)
 
     def evict(self, tokens: int) -> int:
-        return int(
-            prefix_cache.evict(self.cache, tokens, self.tree.order, self.records)
-        )
+        return int(prefix_cache.evict(self.cache, tokens, self.records))
 
     def cached(self, request: int) -> int:
         return int(prefix_cache.cached_depth(self.cache, self.node(request)))

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
+from numba.core import caching
+
+PLANNER = Path(__file__).parent
+# Modules without compiled functions that modules with some import.
+PLAIN_MODULES = ("requests.py", "admission_rules/followers.py")
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -13,13 +23,54 @@ F = TypeVar("F", bound=Callable[..., object])
 _SMALL_BYTECODE = 300
 
 
-def jit(function: F) -> F:
-    """Compile with numba on first use and keep the machine code on disk.
+@cache
+def sources_digest() -> str:
+    """A hash of all modules that machine code of the planner comes from."""
+    sources = {path: path.read_bytes() for path in sorted(PLANNER.rglob("*.py"))}
+    plain = {PLANNER / name for name in PLAIN_MODULES}
+    digest = hashlib.sha256()
+    for path, source in sources.items():
+        if path in plain or b"compiled import" in source:
+            digest.update(source)
+    return digest.hexdigest()[:16]
 
-    numba checks only the function's own file to see whether the code on disk is stale.
-    After a change to a compiled function that another file calls, remove the
-    ``__pycache__`` folders below ``planner``.
+
+def _by_sources(locator: type[Any]) -> type[Any]:
+    """A place for machine code that is left when any of the planner's sources changes.
+
+    numba by itself looks only at a function's own file, so it would run old code of functions
+    in other files, and fail where a type that was an argument is gone.
     """
+
+    class Located(locator):  # type: ignore[misc]
+        @classmethod
+        def from_function(cls, py_func: Any, py_file: str) -> Any:
+            if PLANNER not in Path(py_file).parents:
+                return None
+            return super().from_function(py_func, py_file)
+
+        def get_cache_path(self) -> str:
+            return os.path.join(super().get_cache_path(), f"planner-{sources_digest()}")
+
+        def get_source_stamp(self) -> str:
+            return sources_digest()
+
+        def ensure_cache_path(self) -> None:
+            path = Path(self.get_cache_path())
+            if not path.exists():
+                for old in path.parent.glob("planner-*"):
+                    shutil.rmtree(old, ignore_errors=True)
+            super().ensure_cache_path()
+
+    return Located
+
+
+_located: list[type[Any]] = caching.CacheImpl._locator_classes
+_located[:0] = map(_by_sources, _located[:3])  # given, beside the source, the user's
+
+
+def jit(function: F) -> F:
+    """Compile with numba on first use and keep the machine code on disk."""
     compiled: F = numba.njit(cache=True)(function)
     return compiled
 

@@ -42,6 +42,12 @@ def test_an_earlier_name_works_in_json_with_a_warning() -> None:
     assert len(caught) == 1
 
 
+def test_an_earlier_value_works_with_a_warning() -> None:
+    with pytest.warns(FutureWarning, match='"triton" runs in its place'):
+        config = OfflineBatchConfig.from_json('{"attention": "flashinfer"}')
+    assert config.attention == "triton"
+
+
 def test_a_current_name_gives_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

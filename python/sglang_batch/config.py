@@ -318,7 +318,7 @@ _T = TypeVar("_T")
 
 
 def _accept_earlier_names(cls: type[_T]) -> type[_T]:
-    """Let the constructor take settings by their earlier names, with a warning."""
+    """Let the constructor take earlier names and values of settings, with a warning."""
     construct = cls.__init__
 
     @functools.wraps(construct)
@@ -343,6 +343,14 @@ def _accept_earlier_names(cls: type[_T]) -> type[_T]:
                     f"there is no setting {name!r}; the settings are {', '.join(known)}."
                     + did_you_mean(name, known)
                 )
+        if values.get("attention") == "flashinfer":
+            warnings.warn(
+                'attention="flashinfer" is gone, and "triton" runs in its place; the old '
+                "value works for one release.",
+                FutureWarning,
+                stacklevel=2,
+            )
+            values["attention"] = "triton"
         construct(self, *args, **values)
 
     setattr(cls, "__init__", __init__)  # noqa: B010 - mypy refuses the assignment
@@ -411,9 +419,9 @@ class OfflineBatchConfig:
     )
     attention: str = _scheduling(
         "auto",
-        _one_of("auto", "triton", "flashinfer", "torch", "stock"),
-        "kernel that reads [shared prefixes](kernels.md) once: `triton`, `flashinfer` or "
-        "`torch`; `stock` turns this off",
+        _one_of("auto", "triton", "torch", "stock"),
+        "kernel that reads [shared prefixes](kernels.md) once: `triton` or `torch`; `stock` "
+        "turns this off",
     )
     offload_bytes: int | None = _scheduling(
         None,

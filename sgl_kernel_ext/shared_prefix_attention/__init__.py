@@ -10,16 +10,13 @@ once per step or less often. ``run`` executes it for each layer; without a GPU,
         run(plan, q, k_cache, v_cache, table, kv_len_on_device, out, scale)
 
 If only the lengths have grown by the next step, check ``plan.still_valid(kv_len)`` and use the
-same plan: the ends of the decodes are read on the device. ``cascade_levels`` converts a plan
-for kernels that attend level by level, such as FlashInfer's.
+same plan: the ends of the decodes are read on the device.
 """
 
 from sgl_kernel_ext.shared_prefix_attention.attention_plan import (
     AttentionPlan,
     AttentionPlanner,
-    Level,
     Workspace,
-    cascade_levels,
 )
 from sgl_kernel_ext.shared_prefix_attention.checks import TooLarge
 from sgl_kernel_ext.shared_prefix_attention.configs import (
@@ -38,12 +35,10 @@ __all__ = [
     "AttentionPlan",
     "AttentionPlanner",
     "DeviceConfig",
-    "Level",
     "TileConfig",
     "TooLarge",
     "Workspace",
     "attention_ref",
-    "cascade_levels",
     "pick_config",
     "run",
     "run_reference",

@@ -160,7 +160,7 @@ BAD_SETTINGS = (
     ),
     (
         ["--offline-batch", '--offline-batch-config={"attention": "fast"}'],
-        "attention='fast' is not known; choose one of auto, triton, flashinfer, torch, ",
+        "attention='fast' is not known; choose one of auto, triton, torch, stock.",
     ),
     (
         [

@@ -32,7 +32,6 @@ from sgl_kernel_ext.shared_prefix_attention import AttentionPlanner
 
 from ...errors import ConfigError, EngineError
 from .attention_plans import Step, StepPlans
-from .cascade import Cascade
 from .prefix_forest import NO_GROUPS, PrefixForest
 
 if TYPE_CHECKING:
@@ -131,13 +130,11 @@ class Implementation(NamedTuple):
     """The kernels that execute plans.
 
     run: called for each layer, as ``sgl_kernel_ext.shared_prefix_attention.run``.
-    prepare: called once per step, with the step and the page table, if not None.
     capturable: whether it may be captured in a CUDA graph.
     """
 
     name: str
     run: Callable[..., None]
-    prepare: Callable[..., None] | None = None
     capturable: bool = False
 
 
@@ -154,24 +151,7 @@ def _implementation(
             f'attention="{chosen}" needs a GPU, and this is a {planner.device.type}; '
             'set "auto".'
         )
-    if chosen == "triton":
-        return Implementation(chosen, kernels.run, capturable=True)
-    modules = model_runner.model.modules()
-    cascade = Cascade(
-        num_q_heads=planner.num_q_heads,
-        num_kv_heads=planner.num_kv_heads,
-        head_dim=planner.head_dim,
-        dtype=planner.dtype,
-        # The same for all layers. The cascade checks that when it runs.
-        scale=next(m.scaling for m in modules if isinstance(m, RadixAttention)),
-        device=planner.device,
-    )
-
-    def prepare(step: Step, table: torch.Tensor) -> None:
-        plan, q_len, kv_len, groups = step
-        cascade.prepare(plan, q_len, kv_len, groups.table_row, groups.node_end, table)
-
-    return Implementation(chosen, cascade.run, prepare)
+    return Implementation(chosen, kernels.run, capturable=True)
 
 
 class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
@@ -256,8 +236,6 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
         self._step = self.plans.eager(groups, forward_batch)
         if self._step is None:
             super().init_forward_metadata(forward_batch)
-        elif self.implementation.prepare is not None:
-            self.implementation.prepare(self._step, self._slots)
 
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False

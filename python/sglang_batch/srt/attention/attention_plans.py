@@ -31,14 +31,9 @@ MIN_GAIN = 1.05
 
 
 class Step(NamedTuple):
-    """A plan with the present lengths of its batch.
-
-    q_len, kv_len: int32 ``[n]``, for each row of the batch.
-    """
+    """A plan, and the groups of the batch that it is for."""
 
     plan: kernels.AttentionPlan
-    q_len: Int32s
-    kv_len: Int32s
     groups: PrefixForest
 
 
@@ -140,7 +135,7 @@ class StepPlans:
         """The last plan if the same requests have only grown, otherwise a new one."""
         kept = self._kept
         if kept is not None and groups is kept.groups and kept.plan.still_valid(kv_len):
-            return kept._replace(kv_len=kv_len)
+            return kept
         q_len = np.ones(len(kv_len), np.int32)
         self._kept = self._new(self._decodes, q_len, kv_len, groups)
         return self._kept
@@ -161,7 +156,7 @@ class StepPlans:
                 self._said_too_large = True
                 logger.warning("A step too large to share prefixes: %s", error)
             return None
-        return Step(plan, q_len, kv_len, groups)
+        return Step(plan, groups)
 
     def _padded(self, groups: PrefixForest, num_rows: int) -> PrefixForest:
         """``groups`` with rows of padding at the end, cached for the last groups."""

@@ -27,6 +27,7 @@ from pydantic_core import PydanticCustomError
 
 from ...batch_api import protocol as api
 from ...batch_api.message_batches import MAX_REQUESTS
+from ...fleet.fleet_worker import WorkerState, WorkerStatus
 from ...scheduling.running_tree import JobNow, NodeNow
 from ..access.keys import NAME_LEN, check_name
 from ..access.usage import COUNTS
@@ -307,32 +308,17 @@ class RunningTree(BaseModel):
     replicas: list[ReplicaTree]
 
 
-class EngineState(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-    name: str
-    status: Literal["starting", "running", "leaving", "lost", "left out", "released"]
-    lines: int
-    """Lines that it has."""
-    running: int
-    """Those of them that run."""
-    answered: int
-    tokens: int
-    """Prompt and output tokens of the lines that it has answered."""
-    tokens_per_s: float | None
-    """As last measured. Null before that and without lines."""
-    cached_share: float
-    """Share of the prompt tokens that came from the cache."""
-    losses: int
-    reason: str
-    """Of the last loss."""
-    there_s: float
-    """Seconds in which it was there, loaded and attached to this server."""
+EngineState = _model(
+    "EngineState",
+    WorkerState.__doc__,
+    get_type_hints(WorkerState)
+    | {"status": Annotated[str, *_one_of(status.value for status in WorkerStatus)]},
+)
 
 
 class EngineTable(BaseModel):
     object: Literal["offline_batch.engines"]
-    engines: list[EngineState]
+    engines: list[EngineState]  # type: ignore[valid-type]
 
 
 class BatchObject(official.Batch):

@@ -12,6 +12,7 @@ that most tests share, start as a user starts them.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib
 import multiprocessing
@@ -161,6 +162,7 @@ class _Spare:
         moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, 1 << 10) for fd in given]
         for fd, number in zip(moved, wanted, strict=True):
             os.dup2(fd, number)
+            os.close(fd)
         _serve(program, wanted)
 
     def serve(self, program: str, fds: Sequence[int]) -> int:
@@ -233,10 +235,15 @@ def _serve(program: str, fds: Sequence[int]) -> int:
         # A scheduler that fails sends it to its parent, which must end, also where the tests run
         # in the background of a shell, which ignores it.
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-        # As a new process: no other files than those handed over, and no held lock.
-        kept = sorted({0, 1, 2, *fds})
-        for low, high in zip(kept, [*kept[1:], 1 << 16], strict=True):
-            os.closerange(low + 1, high)
+        # As a new process: no other files than those handed over, and no held lock. But the
+        # numbers stay in use: objects from before the fork close them when they end.
+        empty = os.open(os.devnull, os.O_RDWR)
+        for number in {int(name) for name in os.listdir("/proc/self/fd")}:
+            if number not in {0, 1, 2, empty, *fds}:
+                with contextlib.suppress(OSError):  # it was open for the listing
+                    fcntl.fcntl(number, fcntl.F_GETFD)
+                    os.dup2(empty, number)
+        os.close(empty)
         forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]
         tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
         tracker._fd = tracker._pid = None

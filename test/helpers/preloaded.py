@@ -222,7 +222,10 @@ def next_program(fd: int) -> str:
                 if new_session:
                     os.setsid()
                 os.write(write_end, str(os.getpid()).encode())
+                connection.close()
                 _become(streams, cwd, env)
+                for each in (read_end, write_end, *streams):
+                    os.close(each)
                 sys.argv = ["-c", *argv[1:]]
                 return str(argv[0])
             os._exit(0)
@@ -275,12 +278,13 @@ def _find_references() -> None:
 
 
 def _become(streams: list[int], cwd: str, env: dict[str, str]) -> None:
+    """Files that the imports opened stay open. Their owners close them when they end, which
+    would close whatever else had the number by then."""
     import numpy as np
 
     # The numbers of the streams passed on are above 2.
     for own, given in enumerate(streams):
         os.dup2(given, own)
-    os.closerange(3, 1 << 16)
     with contextlib.suppress(FileNotFoundError):
         os.chdir(cwd)
     os.environ.clear()

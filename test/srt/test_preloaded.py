@@ -17,7 +17,7 @@ from servers import kill_group
 
 REPORT = textwrap.dedent(
     """
-    import atexit, json, os, signal, sys
+    import atexit, gc, json, logging, os, signal, sys
     import setproctitle
 
     setproctitle.setproctitle("another title")
@@ -33,6 +33,12 @@ REPORT = textwrap.dedent(
         "on SIGINT": str(signal.getsignal(signal.SIGINT)),
         "module": __name__,
     }
+    # What the imports opened has no number of these.
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]
+    logging.shutdown()
+    gc.unfreeze()
+    gc.collect()
+    found["open"] = len([os.fstat(number) for number in opened])
     print(json.dumps(found))
     print("an error", file=sys.stderr)
     atexit.register(print, "ended")

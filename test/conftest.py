@@ -38,6 +38,9 @@ settings.load_profile("fixed")
 # Servers started by tests inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Models of a few layers do not pay for the compiler that some functions of SGLang ask for.
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
 
 # Hundreds of processes import the same modules: compile each once, also where Python is
 # told to keep no compiled code.

@@ -11,7 +11,7 @@ import pytest
 
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.server.http.idempotency import keep_answer
-from sglang_batch.server.retention import Collected, collect
+from sglang_batch.server.retention import collect
 from sglang_batch.store import batch_store
 from sglang_batch.store.batch_store import BatchStore
 from sglang_batch.store.batch_store import now as clock
@@ -77,7 +77,7 @@ def test_a_store_without_anything_old_stays_as_it_is(store: BatchStore) -> None:
     paths = [add_file(store, "file-1", None), add_file(store, "file-2", 60)]
     paths += [add_batch(store, "batch_1", "in_progress")]
     paths += [add_upload(store, "upload_1", clock())]
-    assert collect(store, CONFIG, clock()) == Collected()
+    assert collect(store, CONFIG, clock()) == {}
     assert all(path.exists() for path in paths)
 
 
@@ -87,10 +87,10 @@ def test_files_go_when_they_expire(
     at = clock()
     monkeypatch.setattr(batch_store, "now", lambda: at)
     gone, kept = add_file(store, "file-1", 0), add_file(store, "file-2", 1)
-    assert collect(store, CONFIG, at) == Collected(files=1)
+    assert collect(store, CONFIG, at) == {"files": 1}
     assert (gone.exists(), kept.exists()) == (False, True)
     assert [row["id"] for row in store.rows("SELECT id FROM files")] == ["file-2"]
-    assert collect(store, CONFIG, at) == Collected()
+    assert collect(store, CONFIG, at) == {}
 
 
 def test_uploads_go_with_their_parts_and_are_forgotten_a_day_later(
@@ -102,21 +102,21 @@ def test_uploads_go_with_their_parts_and_are_forgotten_a_day_later(
         add_upload(store, "upload_2", at + 1),
     )
     assert store.bytes_stored() == 6
-    assert collect(store, CONFIG, at + 3600) == Collected(uploads=1)
+    assert collect(store, CONFIG, at + 3600) == {"uploads": 1}
     assert (path.exists(), young.exists(), store.bytes_stored()) == (False, True, 3)
     upload = UploadStore(store).get("upload_1")
     assert upload is not None
     assert upload["status"] == "expired"
-    assert collect(store, CONFIG, at + 3600) == Collected()
+    assert collect(store, CONFIG, at + 3600) == {}
     collect(store, CONFIG, at + 3600 + 86_400)
     assert UploadStore(store).get("upload_1") is None
 
 
 def test_answers_go_after_a_day(store: BatchStore) -> None:
     keep_answer(store, "", "k", "0", {})
-    assert collect(store, CONFIG, clock() + 86_390) == Collected()
+    assert collect(store, CONFIG, clock() + 86_390) == {}
     assert len(store.rows("SELECT * FROM idempotent_answers")) == 1
-    assert collect(store, CONFIG, clock() + 86_410) == Collected(answers=1)
+    assert collect(store, CONFIG, clock() + 86_410) == {"answers": 1}
     assert store.rows("SELECT * FROM idempotent_answers") == []
 
 
@@ -136,9 +136,9 @@ def test_orphans_are_removed_after_an_hour(store: BatchStore) -> None:
     (paths[3] / "part").write_bytes(b"x")
     paths.append(store.work_dir("batch_0"))
     paths[4].mkdir()
-    assert collect(store, CONFIG, clock() + 3500) == Collected()
+    assert collect(store, CONFIG, clock() + 3500) == {}
     assert all(path.exists() for path in paths)
-    assert collect(store, CONFIG, clock() + 3700) == Collected(orphans=5)
+    assert collect(store, CONFIG, clock() + 3700) == {"orphans": 5}
     assert not any(path.exists() for path in paths)
 
 
@@ -155,9 +155,9 @@ def test_results_that_are_being_written_belong_to_their_batch(
         path.write_bytes(b"x")
         os.utime(path, (1, 1))
     os.utime(work, (1, 1))
-    assert collect(store, CONFIG, clock()) == Collected()
+    assert collect(store, CONFIG, clock()) == {}
     store.transition(f"batch_{NAME}", (status,), "completed")
-    assert collect(store, CONFIG, clock()) == Collected(orphans=3)
+    assert collect(store, CONFIG, clock()) == {"orphans": 3}
 
 
 def test_the_finished_lines_of_a_failed_batch_are_kept_as_long_as_files(
@@ -166,7 +166,7 @@ def test_the_finished_lines_of_a_failed_batch_are_kept_as_long_as_files(
     at = clock()
     work = add_batch(store, "batch_1", "failed", failed_at=at)
     done = add_batch(store, "batch_2", "completed", completed_at=at)
-    assert collect(store, CONFIG, at + 2 * 86_400 - 1) == Collected(orphans=1)
+    assert collect(store, CONFIG, at + 2 * 86_400 - 1) == {"orphans": 1}
     assert (work.exists(), done.exists()) == (True, False)
-    assert collect(store, CONFIG, at + 2 * 86_400) == Collected(orphans=1)
+    assert collect(store, CONFIG, at + 2 * 86_400) == {"orphans": 1}
     assert not work.exists()

@@ -6,7 +6,6 @@ import logging
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..batch_api import protocol as api
@@ -31,35 +30,25 @@ DELETION_KEPT_S = 30 * 86_400
 COLLECT_EVERY_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """Counts of removed items. Deletions are records of what was deleted long ago."""
+def collect(store: BatchStore, config: OfflineBatchConfig, now: int) -> dict[str, int]:
+    """Remove expired and orphaned data, and count it by kind.
 
-    files: int = 0
-    uploads: int = 0
-    answers: int = 0
-    orphans: int = 0
-    deletions: int = 0
-
-    def __bool__(self) -> bool:
-        return any(asdict(self).values())
-
-
-def collect(store: BatchStore, config: OfflineBatchConfig, now: int) -> Collected:
-    """Remove expired and orphaned data. ``now`` is a Unix time in seconds."""
-    collected = Collected(
-        files=_expired_files(store, now),
-        uploads=_expired_uploads(store, now),
-        orphans=_remove(_orphans(store, config, now)),
-        answers=_delete_old(
+    ``now`` is a Unix time in seconds. Deletions are records of those of long ago.
+    """
+    counts = {
+        "files": _expired_files(store, now),
+        "uploads": _expired_uploads(store, now),
+        "orphans": _remove(_orphans(store, config, now)),
+        "answers": _delete_old(
             store, "idempotent_answers", "created_at", now - ANSWERS_KEPT_S
         ),
-        deletions=_delete_old(store, "deleted", "deleted_at", now - DELETION_KEPT_S),
-    )
-    if collected:
-        counts = ", ".join(f"{n} {name}" for name, n in asdict(collected).items() if n)
-        logger.info("Removed expired and orphaned data: %s", counts)
-    return collected
+        "deletions": _delete_old(store, "deleted", "deleted_at", now - DELETION_KEPT_S),
+    }
+    removed = {kind: count for kind, count in counts.items() if count}
+    if removed:
+        shown = ", ".join(f"{count} {kind}" for kind, count in removed.items())
+        logger.info("Removed expired and orphaned data: %s", shown)
+    return removed
 
 
 def _expired_files(store: BatchStore, now: int) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...errors import ApiError
 from ...job.engine import WAVE_PATH, WORKER_PATH
@@ -37,7 +37,8 @@ from ..access.keys import (
 )
 from ..access.usage import add_usage, check_limits, used_today
 from ..background import Repeated, in_thread
-from .calls import KnownRoute, RouteFinder, config_of, error_at
+from .calls import KnownRoute, RouteFinder, config_of, error_at, with_whole_body
+from .flex import FlexCalls
 
 CALLER = "offline_batch_caller"
 
@@ -75,8 +76,8 @@ def no_admin() -> str:
     )
 
 
-# Open without a key, for probes, as in SGLang.
-OPEN = frozenset({"/health", "/health_generate", "/ready"})
+# Open without a key: for probes, as in SGLang, and files of the page.
+OPEN = {"/health", "/health_generate", "/ready"}
 # Of the admin, unless the server is told otherwise: it has the usage of all clients.
 METRICS = "/metrics"
 
@@ -187,28 +188,18 @@ async def with_checked_model(
         )
     if template not in ONLINE:
         return receive
-    received: list[Message] = []
-    body, more = bytearray(), True
-    while more:  # or until the client left
-        message = await receive()
-        received.append(message)
-        body += message.get("body", b"")
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(
-                413,
-                f"The body has more than {MAX_BODY_BYTES} bytes, the most for an API key "
-                "with a list of models.",
-                code="request_too_large",
-                retry=False,
-            )
-        more = message["type"] == "http.request" and message.get("more_body", False)
-    if why := rules.body_refusal(template, bytes(body)):
+    body, receive = await with_whole_body(receive, MAX_BODY_BYTES)
+    if len(body) > MAX_BODY_BYTES:
+        raise ApiError(
+            413,
+            f"The body has more than {MAX_BODY_BYTES} bytes, the most for an API key "
+            "with a list of models.",
+            code="request_too_large",
+            retry=False,
+        )
+    if why := rules.body_refusal(template, body):
         raise _refused(*why)
-
-    async def replay() -> Message:
-        return received.pop(0) if received else await receive()
-
-    return replay
+    return receive
 
 
 def _refused(message: str, param: str | None = None) -> ApiError:
@@ -226,7 +217,7 @@ class KeyMiddleware:
     """
 
     def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+        self.app = FlexCalls(app)
         self._routes = RouteFinder()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -301,7 +292,7 @@ def _drop_overrides(scope: Scope) -> None:
 def _is_open(scope: Scope, route: KnownRoute) -> bool:
     if route.template == METRICS:
         return config_of(scope).open_metrics
-    return role_of(route) is Role.NOBODY
+    return role_of(route) is Role.NOBODY and scope["method"] in route.methods
 
 
 def _keys_of(scope: Scope) -> list[bytes]:

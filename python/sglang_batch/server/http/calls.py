@@ -22,7 +22,7 @@ from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import WebSocketRoute
-from starlette.types import Scope
+from starlette.types import Message, Receive, Scope
 
 from ...batch_api import message_batches
 from ...batch_api import protocol as api
@@ -102,6 +102,27 @@ def without_header(scope: Scope, name: bytes) -> Scope:
     """The scope of the same call without the headers of this lowercase name."""
     kept = [each for each in scope["headers"] if each[0].lower() != name]
     return {**scope, "headers": kept}
+
+
+async def with_whole_body(
+    receive: Receive, most: int | None = None
+) -> tuple[bytes, Receive]:
+    """A call's body, and a replacement of ``receive`` with the same body.
+
+    Of one with more than ``most`` bytes, as much as was received.
+    """
+    received: list[Message] = []
+    body, more = bytearray(), True
+    while more and (most is None or len(body) <= most):  # or until the client left
+        message = await receive()
+        received.append(message)
+        body += message.get("body", b"")
+        more = message["type"] == "http.request" and message.get("more_body", False)
+
+    async def replay() -> Message:
+        return received.pop(0) if received else await receive()
+
+    return bytes(body), replay
 
 
 def config_of(scope: Scope) -> OfflineBatchConfig:

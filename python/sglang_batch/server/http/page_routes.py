@@ -11,15 +11,12 @@ import dataclasses
 import json
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import cache
 from importlib import resources
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...batch_api import message_batches as messages
 from ...batch_api import protocol as api
@@ -30,7 +27,7 @@ from ...store.batch_store import BatchStore, Row
 from ..access.keys import Caller, Role, find_allowance
 from ..access.usage import COUNTS, day_of, usage_object, usage_since
 from ..progress import Rate
-from .authorization import caller_of
+from .authorization import OPEN, caller_of
 from .calls import OurRoute, path_of
 from .openapi import OPENAI_ERRORS, EngineTable, RunningTree
 from .parameters import invalid, service_of, whole_number
@@ -71,33 +68,7 @@ HEADERS = {
 }
 
 
-class _PublicPageFiles:
-    """Serves the page's files outside of every check for a key."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reads = scope["type"] == "http" and scope["method"] in ("GET", "HEAD")
-        found = reads and (path := path_of(scope)) in FILES
-        await (_file(path) if found else self._app)(scope, receive, send)
-
-
-@asynccontextmanager
-async def _public_page_files(app: FastAPI) -> AsyncIterator[None]:
-    # SGLang adds its key check after our routes, around the whole app. Only a layer
-    # around that can answer without a key.
-    stack = app.middleware_stack or app.build_middleware_stack()
-    app.middleware_stack = _PublicPageFiles(stack)
-    yield
-
-
-router = APIRouter(
-    route_class=OurRoute,
-    lifespan=_public_page_files,
-    responses=OPENAI_ERRORS,
-    tags=["Page"],
-)
+router = APIRouter(route_class=OurRoute, responses=OPENAI_ERRORS, tags=["Page"])
 
 
 @cache
@@ -105,9 +76,14 @@ def _content(name: str) -> bytes:
     return resources.files(__package__).joinpath("page", name).read_bytes()
 
 
-def _file(path: str) -> Response:
-    name, media_type = FILES[path]
+def _file(request: Request) -> Response:
+    name, media_type = FILES[path_of(request.scope)]
     return Response(_content(name), media_type=media_type, headers=HEADERS)
+
+
+OPEN.update(FILES)
+for _path in FILES:
+    router.add_api_route(_path, _file, methods=["GET"], include_in_schema=False)
 
 
 @router.get(f"{PATH}/data")

@@ -1,0 +1,73 @@
+"""``service_tier: "flex"``: online calls that run in the gaps that others leave.
+
+They wait while more than a small share of the running requests would be theirs, next to
+batches and ordinary calls. One that waits for long is refused, as at OpenAI.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...errors import ApiError
+from ..runner import BatchRunner
+from .calls import error_at, path_of, with_whole_body
+
+# OpenAI's endpoints that have the field.
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+# Their share of running requests next to others, and how long a call waits.
+SHARE = 0.05
+PATIENCE_S = 60.0
+_LOOK_S = 0.05
+_REFUSAL = (
+    "Resource unavailable: the server has no room for a flex call now. Try again later, "
+    'or with "service_tier": "default".'
+)
+
+
+class FlexCalls:
+    """The layer around the routes that answer online calls, inside that of the keys."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._num_online = self._num_flex = 0
+        self._first_in_line = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("method") != "POST" or path_of(scope) not in PATHS:
+            await self._app(scope, receive, send)
+            return
+        body, receive = await with_whole_body(receive)
+        if is_flex := _is_flex(body):
+            runner = scope["app"].state.offline_batch_service.runner
+            try:
+                async with asyncio.timeout(PATIENCE_S), self._first_in_line:
+                    while not self._has_room(runner):
+                        await asyncio.sleep(_LOOK_S)
+            except TimeoutError:
+                error = ApiError(429, _REFUSAL, code="resource_unavailable")
+                await error_at(scope, error)(scope, receive, send)
+                return
+        self._num_flex += is_flex
+        self._num_online += not is_flex
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num_flex -= is_flex
+            self._num_online -= not is_flex
+
+    def _has_room(self, runner: BatchRunner) -> bool:
+        most: int = runner.engine.max_running_requests
+        if self._num_online or runner.num_in_engine:
+            most = max(1, min(int(SHARE * most), most - self._num_online))
+        return self._num_flex < most
+
+
+def _is_flex(body: bytes) -> bool:
+    try:
+        fields = msgspec.json.decode(body) if b'"flex"' in body else None
+    except (msgspec.DecodeError, RecursionError):
+        return False  # the route says what is wrong
+    return isinstance(fields, dict) and fields.get("service_tier") == "flex"

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from report import RESULTS, Figure, finish, print_figures, print_table
+from report import Figure, add_save, finish, print_figures, print_table
 from tqdm import tqdm
 
 from sglang_batch.config import AUTO, OfflineBatchConfig
@@ -71,7 +71,7 @@ def main() -> None:
         "--largest", type=int, default=10_000, help="requests; default: 10000"
     )
     parser.add_argument("--show", type=int, default=10, help="worst jobs; default: 10")
-    parser.add_argument("--save", metavar="NAME", help="keep results/NAME.json")
+    add_save(parser)
     options = parser.parse_args()
 
     rows, taken = [], []
@@ -100,8 +100,7 @@ def main() -> None:
         Figure("seconds of planning, median", float(np.median(taken)), "s"),
     ]  # fmt: skip
     print_figures("auto", figures)
-    save = None if options.save is None else RESULTS / f"{options.save}.json"
-    finish({"figures": [figure.as_json for figure in figures]}, save)
+    finish({"figures": [figure.as_json for figure in figures]}, options.save)
 
 
 def measure(shape: Shape) -> tuple[dict[str, float], float, str, float]:

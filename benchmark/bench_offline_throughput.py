@@ -36,7 +36,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from report import RESULTS, Figure, finish, print_figures, print_table
+from report import Figure, add_save, finish, print_figures, print_table
 from throughput_engine import Run, run_task, run_tasks, task_of
 from throughput_jobs import (
     ThroughputJob,
@@ -314,7 +314,7 @@ def parse_options() -> argparse.Namespace:
         help="only a small job 1 with fcfs and our dfs, once, without mixed chunks",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
-    parser.add_argument("--save", metavar="NAME", help="also write results/NAME.json")
+    add_save(parser)
     options = parser.parse_args()
     quick = options.quick
     options.jobs = options.jobs or ([1] if quick else [1, 2, 3, 4, 5])
@@ -350,7 +350,7 @@ def main() -> int:
     print_figures("Figures", figures)
     finish(
         {"jobs": jobs, "figures": [figure.as_json for figure in figures]},
-        RESULTS / f"{options.save}.json" if options.save else None,
+        options.save,
     )
     return 1 if any(figure.met is False for figure in figures) else 0
 

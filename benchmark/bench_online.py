@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from report import RESULTS, Figure, finish, print_figures, print_table
+from report import Figure, add_save, finish, print_figures, print_table
 from throughput_engine import WARM_UP_PROMPTS, answer_all
 from throughput_jobs import NUM_IDS
 
@@ -193,7 +193,7 @@ def main() -> int:
     )
     parser.add_argument("--repeats", type=int, default=3, help="default: 3")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
-    parser.add_argument("--save", metavar="NAME", help="also write results/NAME.json")
+    add_save(parser)
     parser.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
@@ -224,7 +224,7 @@ def main() -> int:
     print_figures("Figures", figures)
     finish(
         {"steps": taken, "figures": [figure.as_json for figure in figures]},
-        RESULTS / f"{options.save}.json" if options.save else None,
+        options.save,
     )
     return 1 if any(figure.met is False for figure in figures) else 0
 

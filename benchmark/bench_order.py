@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 from long_documents import documents
-from report import RESULTS, Figure, finish, print_figures, print_table
+from report import Figure, add_save, finish, print_figures, print_table
 from tqdm import tqdm
 
 from sglang_batch.config import POLICY_TABLE
@@ -507,7 +507,7 @@ def main() -> int:
         "--weight-reads", action="store_true", help="include the reading of weights"
     )
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
-    parser.add_argument("--save", metavar="NAME", help="also write results/NAME.json")
+    add_save(parser)
     options = parser.parse_args()
     num_requests = 6_000 if options.quick else options.num_requests
     reads = WEIGHT_READ_S if options.weight_reads else 0.0
@@ -527,7 +527,7 @@ def main() -> int:
     print_figures("Figures", figures)
     finish(
         {"figures": [figure.as_json for figure in figures]},
-        RESULTS / f"{options.save}.json" if options.save else None,
+        options.save,
     )
     return 1 if any(figure.met is False for figure in figures) else 0
 

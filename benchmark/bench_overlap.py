@@ -31,8 +31,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from report import RESULTS, finish, print_table
-from throughput_engine import Run, Task, run_task, run_tasks, task_of
+from report import add_save, finish, print_table
+from throughput_engine import COUNTS, Run, Task, run_task, run_tasks, task_of
 from throughput_jobs import ThroughputJob, blend, blend_draft
 from tqdm import tqdm
 
@@ -166,7 +166,14 @@ def try_out(model_path: str, arguments: list[str]) -> dict[str, Any]:
     """The trial of a server with a GPU, as its scheduler reports it."""
     from sglang_batch.srt.engine import in_process
 
-    server_args = in_process.parse_server_args(["--model-path", model_path, *arguments])
+    settings = json.dumps({"overlap": "auto"})
+    server_args = in_process.parse_server_args(
+        [
+            f"--model-path={model_path}",
+            f"--offline-batch-config={settings}",
+            *arguments,
+        ]
+    )
     with in_process.engine(server_args) as (engine, loop):
         loop.run_until_complete(engine.connect())
         manager: Any = engine.manager
@@ -192,14 +199,22 @@ def try_out(model_path: str, arguments: list[str]) -> dict[str, Any]:
             for cell in cells
         ],
     )  # fmt: skip
-    return {"model": model_path, "cells": cells, "exponent": found["split_exponent"]}
+    counts = {name: found.get(name, 0) for name in COUNTS}
+    return {
+        "model": model_path,
+        "cells": cells,
+        "exponent": found["split_exponent"],
+        "attention": counts,
+    }
 
 
 def _seconds(runs: Sequence[Run]) -> float:
     return median(run.seconds for run in runs)
 
 
-def parse_options() -> tuple[argparse.Namespace, list[str]]:
+def parse_options(
+    argv: Sequence[str] | None = None,
+) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -217,21 +232,25 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--ways", nargs="+", metavar="NAME", help="only these rows")
     parser.add_argument("--threads", type=int, help="only rows with so many")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
-    parser.add_argument("--save", metavar="NAME", help="also write results/NAME.json")
-    options, others = parser.parse_known_args()
+    parser.add_argument("--dry-run", action="store_true", help="only check the options")
+    add_save(parser)
+    options, others = parser.parse_known_args(argv)
     if others and not options.model_path:
         parser.error(f"unknown options: {' '.join(others)}")
     return options, others
 
 
-def main() -> int:
-    options, others = parse_options()
+def main(argv: Sequence[str] | None = None) -> int:
+    options, others = parse_options(argv)
+    if options.dry_run:
+        print(f"the trial with {' '.join(others) or 'no options of the server'}")
+        return 0
     if options.model_path:
-        finish(try_out(options.model_path, others))
+        finish(try_out(options.model_path, others), options.save)
         return 0
     with tempfile.TemporaryDirectory(prefix="sglang-batch-bench-") as scratch:
         found = measure(options, Path(scratch))
-    finish(found, RESULTS / f"{options.save}.json" if options.save else None)
+    finish(found, options.save)
     return 0
 
 

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from report import RESULTS, Figure, finish, print_figures, print_table
+from report import Figure, add_save, finish, print_figures, print_table
 from throughput_engine import Task, run_in_slices
 from throughput_jobs import CHUNK, NUM_IDS
 from throughput_probe import Steps
@@ -287,7 +287,7 @@ def main() -> int:
         help="64 running requests and a backlog of 500, one round",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
-    parser.add_argument("--save", metavar="NAME", help="also write results/NAME.json")
+    add_save(parser)
     options = parser.parse_args()
     sizes = RUNNING[:1] if options.quick else tuple(options.running)
     repeats = 1 if options.quick else options.repeats
@@ -313,7 +313,7 @@ def main() -> int:
             "cases": [asdict(m) for m in measured],
             "figures": [figure.as_json for figure in figures],
         },
-        RESULTS / f"{options.save}.json" if options.save else None,
+        options.save,
     )
     return 1 if any(figure.met is False for figure in figures) else 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,18 @@ import numba
 import numpy as np
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def add_save(parser: argparse.ArgumentParser) -> None:
+    """``--save``: the file of the JSON document, as a path or None."""
+    parser.add_argument(
+        "--save", type=_saved_at, metavar="NAME",
+        help="also write results/NAME.json; a NAME that ends in .json is a path",
+    )  # fmt: skip
+
+
+def _saved_at(name: str) -> Path:
+    return Path(name) if name.endswith(".json") else RESULTS / f"{name}.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +87,25 @@ def print_figures(title: str, figures: Sequence[Figure]) -> None:
 
 # The tables printed so far, for the JSON document.
 _TABLES: list[dict[str, Any]] = []
+# Of a run that saves its results as they come: its file, and the results.
+_UNFINISHED: list[tuple[Path, dict[str, Any]]] = []
+
+
+def save_as_they_come(save: Path | None, results: dict[str, Any]) -> None:
+    """From now on each table that is printed writes ``save``, so that a run that is cut
+    off leaves what it has measured.
+
+    results: further entries of the document, which the caller adds to.
+    """
+    _UNFINISHED.clear()
+    if save is not None:
+        _UNFINISHED.append((save, results))
+
+
+def write_unfinished() -> None:
+    """Write the results so far, in a run that saves them as they come."""
+    for save, results in _UNFINISHED:
+        _write({**results, "unfinished": True}, save)
 
 
 def print_table(
@@ -81,6 +114,7 @@ def print_table(
     """Print a table, and add it to the document of :func:`finish`."""
     _TABLES.append({"title": title, "header": header, "rows": rows})
     _print_columns(title, header, rows)
+    write_unfinished()
 
 
 def _print_columns(
@@ -101,6 +135,7 @@ def _print_columns(
     sys.stdout.flush()
 
 
+@cache
 def machine() -> dict[str, str | int]:
     """The machine, the libraries and the commit that were measured."""
     return {
@@ -109,7 +144,7 @@ def machine() -> dict[str, str | int]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "numba": numba.__version__,
-        **_versions("torch", "transformers", "sglang"),
+        **_versions("torch", "triton", "transformers", "sglang"),
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -120,16 +155,30 @@ def finish(results: dict[str, Any], save: Path | None = None) -> None:
 
     The tables printed so far, the machine and the command line are added to it.
     """
-    # Only file names: the directories of this machine are private.
-    named = [Path(a).name if Path(a).is_absolute() else a for a in sys.argv[1:]]
-    command = [Path(sys.executable).name, sys.argv[0], *named]
-    document = {"command": " ".join(command), "machine": machine(), **results}
-    document["tables"] = _TABLES
-    if save is not None:
-        save.parent.mkdir(parents=True, exist_ok=True)
-        save.write_text(json.dumps(document, indent=1) + "\n")
+    _UNFINISHED.clear()
+    if save is None:
+        document = _document(results)
+    else:
+        document = _write(results, save)
         print(f"\nsaved as {save}")
     print(json.dumps(document), flush=True)
+
+
+def _document(results: dict[str, Any]) -> dict[str, Any]:
+    # Only file names: the directories of this machine are private.
+    named = [Path(a).name if Path(a).is_absolute() else a for a in sys.argv[1:]]
+    command = " ".join([Path(sys.executable).name, sys.argv[0], *named])
+    return {"command": command, "machine": machine(), **results, "tables": _TABLES}
+
+
+def _write(results: dict[str, Any], save: Path) -> dict[str, Any]:
+    """The document, which replaces ``save`` as a whole."""
+    document = _document(results)
+    save.parent.mkdir(parents=True, exist_ok=True)
+    part = save.with_suffix(".part")
+    part.write_text(json.dumps(document, indent=1) + "\n")
+    part.replace(save)
+    return document
 
 
 def _cpu_model() -> str:

@@ -33,6 +33,11 @@ TASK_FILE, ANSWERS_FILE, STEPS_FILE = "task.json", "answers.json", "steps.bin"
 READY_FILE, GO_FILE, JOB_FILE = "ready", "go", "job"
 # The first forward and the first plan cost seconds that no later one does.
 WARM_UP_PROMPTS = [[prompt + 1] * 24 for prompt in range(4)]
+# Of our scheduler's state: what attention read and did not read again, since the start.
+COUNTS = (
+    "attention_steps", "attention_steps_shared",
+    "kv_read_bytes", "kv_read_bytes_saved",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,8 @@ class Task:
         empty cache.
     threads: OpenMP threads of the engine's processes.
     in_turn: whether a mixed step that is split runs its halves one after the other.
+    profile: arguments of SGLang's ``ProfileReq``, to record steps of the job. None: none.
+    logprobs: whether answers have the log probabilities of their tokens.
     """
 
     ours: bool
@@ -64,6 +71,8 @@ class Task:
     repeats: int = 1
     threads: int = 1
     in_turn: bool = False
+    profile: dict[str, Any] | None = None
+    logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +83,10 @@ class TaskResult:
     cached_tokens: of each request's first prefill. SGLang does not count tokens that a
         retracted request finds in the cache.
     startup_s: until the engine is ready and warm.
+    kv_tokens: that the engine's KV cache has room for.
+    attention: ``COUNTS`` of this job. They are 0 with SGLang's scheduler, and where no
+        decodes share prefixes.
+    logprobs: of the tokens of each answer, if the task wants them.
     """
 
     seconds: float
@@ -81,6 +94,9 @@ class TaskResult:
     output_ids: list[list[int]]
     cached_tokens: int
     retractions: int
+    kv_tokens: int
+    attention: dict[str, int]
+    logprobs: list[list[float]]
     steps: Steps
 
 
@@ -126,8 +142,18 @@ class Engine:
                 raise self._failure(f"not ready after {TIMEOUT_S} s")
             time.sleep(0.1)
 
-    def run(self, other: ThroughputJob | None = None) -> TaskResult:
+    def num_steps(self) -> int:
+        """Steps that the engine has made since it started."""
+        return len(read_steps(self._scratch / STEPS_FILE))
+
+    def run(
+        self,
+        other: ThroughputJob | None = None,
+        profile: dict[str, Any] | None = None,
+    ) -> TaskResult:
         """Run the task's job, or ``other``. The last of the repeats ends the engine.
+
+        profile: of ``other``, see :class:`Task`.
 
         Raises:
             RuntimeError: the process failed.
@@ -138,6 +164,7 @@ class Engine:
                     {
                         "prompts": other.prompts,
                         "sampling_params": other.sampling_params,
+                        "profile": profile,
                     }
                 )
             )
@@ -285,6 +312,8 @@ class Run:
     blend_spread: float
     host_ms: float
     cpu_s: float
+    kv_tokens: int
+    attention: dict[str, int]
 
     @classmethod
     def of(cls, job: ThroughputJob, done: TaskResult) -> Run:
@@ -301,6 +330,8 @@ class Run:
             blend_spread=blend_spread(job, steps),
             host_ms=1e3 * float((steps["schedule_s"] + steps["result_s"]).mean()),
             cpu_s=float(steps["cpu_s"].sum()),
+            kv_tokens=done.kv_tokens,
+            attention=done.attention,
         )
 
 
@@ -333,21 +364,24 @@ def run_stock(task: Task, scratch: Path, started: float) -> Iterator[dict[str, A
     arguments = [f"--schedule-policy={task.policy}", "--log-level=error"]
     server_args = prepare_server_args([*task.arguments, *arguments])
     engine = sglang.Engine(server_args=server_args)
+    session = _Session(engine.loop, engine.tokenizer_manager, started)
     try:
         engine.generate(input_ids=WARM_UP_PROMPTS, sampling_params=_short())
         for number in range(1, task.repeats + 1):
             if number > 1 and not engine.flush_cache().success:
                 raise RuntimeError("the cache was not emptied")
             task = wait_for_go(task, scratch, number)
-            begin = time.perf_counter()
+            session.begin(task.profile)
             if task.callers is None:
                 answers = engine.generate(
-                    input_ids=task.prompts, sampling_params=task.sampling_params
+                    input_ids=task.prompts,
+                    sampling_params=task.sampling_params,
+                    return_logprob=task.logprobs,
                 )
             else:
                 calls = call_one_by_one(engine, task, task.callers)
                 answers = engine.loop.run_until_complete(calls)
-            yield _summary(answers, started, begin)
+            yield session.end(answers)
     finally:
         engine.shutdown()
 
@@ -378,13 +412,16 @@ def run_ours(task: Task, scratch: Path, started: float) -> Iterator[dict[str, An
     server_args = in_process.parse_server_args([*task.arguments, "--log-level=error"])
     with in_process.engine(server_args) as (engine, loop):
         loop.run_until_complete(engine.connect())
+        session = _Session(loop, engine.manager, started)
 
         def run(
             prompts: list[list[int]],
             params: list[dict[str, Any]],
             stop_after: int | None = None,
         ) -> list[dict[str, Any]]:
-            job = answer_all(engine, config, prompts, params, stop_after)
+            job = answer_all(
+                engine, config, prompts, params, stop_after, logprobs=task.logprobs
+            )
             answers: list[dict[str, Any]] = loop.run_until_complete(job)
             return answers
 
@@ -395,9 +432,9 @@ def run_ours(task: Task, scratch: Path, started: float) -> Iterator[dict[str, An
                 if not loop.run_until_complete(manager.flush_cache()).success:
                     raise RuntimeError("the cache was not emptied")
             task = wait_for_go(task, scratch, number)
-            begin = time.perf_counter()
+            session.begin(task.profile)
             answers = run(task.prompts, task.sampling_params, task.stop_after)
-            yield _summary(answers, started, begin)
+            yield session.end(answers)
 
 
 async def answer_all(
@@ -406,18 +443,23 @@ async def answer_all(
     prompts: list[list[int]],
     sampling_params: list[dict[str, Any]],
     stop_after: int | None = None,
+    *,
+    logprobs: bool = False,
 ) -> list[dict[str, Any]]:
     """The answers of one job, in the order of its prompts, as far as it ran."""
     from sglang_batch.job.engine import GENERATE_URL
     from sglang_batch.job.job import Job
     from sglang_batch.request import BatchRequestInput, RequestOutput, named_job_id
 
+    more = {"return_logprob": True} if logprobs else {}
     requests = [
         BatchRequestInput(
             index,
             str(index),
             GENERATE_URL,
-            json.dumps({"input_ids": prompt, "sampling_params": params}).encode(),
+            json.dumps(
+                {"input_ids": prompt, "sampling_params": params, **more}
+            ).encode(),
         )
         for index, (prompt, params) in enumerate(
             zip(prompts, sampling_params, strict=True)
@@ -456,19 +498,60 @@ def _short() -> dict[str, Any]:
     return {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
 
 
-def _summary(
-    answers: list[dict[str, Any]], started: float, begin: float
-) -> dict[str, Any]:
-    end = time.perf_counter()
-    infos = [answer["meta_info"] for answer in answers]
-    return {
-        "begin": begin,
-        "seconds": end - begin,
-        "startup_s": begin - started,
-        "output_ids": [list(map(int, answer["output_ids"])) for answer in answers],
-        "cached_tokens": sum(info["cached_tokens"] for info in infos),
-        "retractions": sum(info.get("num_retractions") or 0 for info in infos),
-    }
+class _Session:
+    """An engine that runs jobs one after another, and its state around each."""
+
+    def __init__(self, loop: Any, manager: Any, started: float) -> None:
+        self._loop, self._manager, self._started = loop, manager, started
+        self._profiled = False
+        self._before: dict[str, int] = {}
+        self._begin = 0.0
+
+    def begin(self, profile: dict[str, Any] | None) -> None:
+        """A job begins now. ``profile``: see :class:`Task`."""
+        self._before = self._counts(self._state())
+        self._profiled = profile is not None
+        if profile is not None:
+            from sglang.srt.managers.io_struct import ProfileReq
+
+            request = ProfileReq(**profile)
+            self._loop.run_until_complete(self._manager.start_profile(request))
+        self._begin = time.perf_counter()
+
+    def end(self, answers: list[dict[str, Any]]) -> dict[str, Any]:
+        """The job's results, as :class:`TaskResult` has them, and when it began."""
+        end = time.perf_counter()
+        if self._profiled:
+            # A stage with fewer steps than were asked for is still being recorded.
+            with suppress(RuntimeError):
+                self._loop.run_until_complete(self._manager.stop_profile())
+        infos = [answer["meta_info"] for answer in answers]
+        state = self._state()
+        after = self._counts(state)
+        return {
+            "begin": self._begin,
+            "seconds": end - self._begin,
+            "startup_s": self._begin - self._started,
+            "output_ids": [list(map(int, answer["output_ids"])) for answer in answers],
+            "cached_tokens": sum(info["cached_tokens"] for info in infos),
+            "retractions": sum(info.get("num_retractions") or 0 for info in infos),
+            "kv_tokens": int(state["memory_usage"]["token_capacity"]),
+            "attention": {name: after[name] - self._before[name] for name in COUNTS},
+            "logprobs": [
+                [float(token[0]) for token in info.get("output_token_logprobs") or ()]
+                for info in infos
+            ],
+        }
+
+    def _state(self) -> dict[str, Any]:
+        states = self._loop.run_until_complete(self._manager.get_internal_state())
+        state: dict[str, Any] = states[0]
+        return state
+
+    @staticmethod
+    def _counts(state: dict[str, Any]) -> dict[str, int]:
+        ours = state.get("offline_batch", {})
+        return {name: int(ours.get(name, 0)) for name in COUNTS}
 
 
 def wait_for_go(task: Task, scratch: Path, number: int) -> Task:

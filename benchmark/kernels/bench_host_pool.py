@@ -13,27 +13,32 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from report import Figure, finish, print_figures
-
-from sglang_batch.srt.scheduler.kv.host_pool import HostPool
+from report import Figure, add_save, finish, print_figures
 
 PAGE = 16
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda", help="default: cuda")
     parser.add_argument("--layers", type=int, default=32, help="default: 32")
     parser.add_argument("--tokens", type=int, default=512, help="of a request")
     parser.add_argument("--rounds", type=int, default=20, help="default: 20")
-    options = parser.parse_args()
+    parser.add_argument("--dry-run", action="store_true", help="only check the options")
+    add_save(parser)
+    options = parser.parse_args(argv)
+    if options.dry_run:
+        print(f"{options.layers} layers, a request of {options.tokens} tokens")
+        return
+    from sglang_batch.srt.scheduler.kv.host_pool import HostPool  # brings SGLang
+
     device, tokens = torch.device(options.device), options.tokens // PAGE * PAGE
     kv = [
         torch.randn(4 * tokens, 8, 128, dtype=torch.bfloat16, device=device)
@@ -94,7 +99,7 @@ def main() -> None:
         more = _seconds(both, device, options.rounds) / alone - 1
         figures.append(Figure(f"{name}: computing takes longer by", more))
     print_figures(f"{size / 1e6:.1f} MB of KV of a request, {device}", figures)
-    finish({"figures": [figure.as_json for figure in figures]})
+    finish({"figures": [figure.as_json for figure in figures]}, options.save)
 
 
 def _wait(device: torch.device) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -33,13 +34,19 @@ import host_figures  # noqa: E402
 import torch  # noqa: E402
 import tuning  # noqa: E402
 from gpu_results import figures_of  # noqa: E402
-from report import RESULTS, Figure, finish, print_figures  # noqa: E402
+from report import (  # noqa: E402
+    Figure,
+    add_save,
+    finish,
+    print_figures,
+    save_as_they_come,
+)
 from shapes import FAMILIES, Shape, all_shapes, quick_shapes  # noqa: E402
 
 ALL_PAGES = ("performance", "mixed")
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -84,9 +91,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--without", nargs="*", default=[], metavar="VARIANT", help="not these variants"
     )
-    parser.add_argument("--save", metavar="NAME", help="also write results/NAME.json")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only plan the shapes and print them"
+    )
+    add_save(parser)
     parser.add_argument("--interpreted", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.no_gpu and options.only_gpu:
         parser.error("--no-gpu and --only-gpu leave nothing to measure.")
     if options.rounds < 50 and not options.quick:
@@ -105,18 +115,33 @@ def workloads(options: argparse.Namespace) -> list[tuple[Shape, int]]:
     return chosen + [(shape, page) for page in more for shape in repeated]
 
 
-def main() -> int:
-    options = parse_options()
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse_options(argv)
     if options.interpreted:
         print(json.dumps(host_figures.interpreted_errors()))
         return 0
     heads, head_dim = tuple(options.heads), options.head_dim
     has_gpu = torch.cuda.is_available() and not options.no_gpu
-    if options.tune:
-        return tuning.main(heads, head_dim, options.pages[0], has_gpu, options.minutes)
     chosen = workloads(options)
+    if options.dry_run and options.tune:
+        print(f"tiles for pages of {options.pages[0]}, by {', '.join(tuning.SHAPES)}")
+        return 0
+    if options.dry_run:
+        for shape, page in chosen:
+            pairs = zip(shape.counts, shape.tokens, strict=True)
+            unique = sum(count * tokens for count, tokens in pairs)
+            print(f"{shape.family}, page {page}: {shape.name}, {unique:,} tokens of KV")
+        return 0
+    if options.tune:
+        save_as_they_come(options.save, tuning.RESULTS)
+        status = tuning.main(
+            heads, head_dim, options.pages[0], has_gpu, options.minutes
+        )
+        finish(tuning.RESULTS, options.save)
+        return status
     results = {"heads": heads, "head_dim": head_dim, "dtype": "bfloat16"}
     results |= {"torch": torch.__version__, "triton": gpu_measurements.triton_version()}
+    save_as_they_come(options.save, results)
     figures: list[Figure] = []
     if not options.only_gpu:
         computed = [
@@ -141,7 +166,7 @@ def main() -> int:
     else:
         print("\nNo GPU is used: nothing was timed on one.")
     results["figures"] = [figure.as_json for figure in figures]
-    finish(results, RESULTS / f"{options.save}.json" if options.save else None)
+    finish(results, options.save)
     return 1 if any(figure.met is False for figure in figures) else 0
 
 

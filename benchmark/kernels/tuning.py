@@ -8,13 +8,16 @@ nothing. The score is the geometric mean of the time over three workloads: group
 from __future__ import annotations
 
 import gc
+import math
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 import timing
 import torch
 from inputs import Inputs, make_inputs
+from report import write_unfinished
 from shapes import all_shapes, lay_out
 from variants import ours
 
@@ -32,6 +35,8 @@ WARPS = (4, 8)
 ITEMS_PER_SM = (4, 8, 16)
 MIN_SPLIT = (64, 128, 256)
 ROUNDS = 20
+# Of this search, for the JSON document.
+RESULTS: dict[str, Any] = {"tries": []}
 # A change counts if it gains clearly more than two runs of the same differ by.
 LEAST_GAIN = 1.01
 
@@ -93,6 +98,7 @@ def search(config: DeviceConfig, inputs: list[Inputs], minutes: float) -> Device
     times = score(config, inputs)
     tried = {config}
     print(f"  start: {_shown(times)}")
+    keep("start", times, taken=True)
     changed = True
     while changed:
         changed = False
@@ -108,9 +114,17 @@ def search(config: DeviceConfig, inputs: list[Inputs], minutes: float) -> Device
             now = score(other, inputs)
             better = _mean(now) * LEAST_GAIN < _mean(times)
             print(f"  {what}: {_shown(now)}{'  taken' if better else ''}", flush=True)
+            keep(what, now, taken=better)
             if better:
                 config, times, changed = other, now, True
     return config
+
+
+def keep(what: str, times: list[float], *, taken: bool) -> None:
+    """Add a try to the results, where ``--save`` finds it."""
+    us = [time if math.isfinite(time) else None for time in times]  # JSON has no inf
+    RESULTS["tries"].append({"change": what, "us": us, "taken": taken})
+    write_unfinished()
 
 
 def _shown(times: list[float]) -> str:
@@ -140,7 +154,9 @@ def main(
         )
     gc.collect()
     print(f"us per layer on {torch.cuda.get_device_name(device)}: mean ({SHAPES})")
+    RESULTS["device"] = torch.cuda.get_device_name(device)
     best = search(pick_config(device, head_dim, 2), inputs, minutes)
+    RESULTS["best"] = asdict(best)
     t = best.tiles
     print(f'\nTILES["{best.name}"]:')
     print(

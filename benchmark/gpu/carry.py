@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import io
 import json
 import lzma
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -178,9 +180,10 @@ def fetch(pins: Iterable[str], folder: Path, python: str) -> None:
     """Download wheels for the target with pip, one by one; an older one stays.
 
     Raises:
-        CarryError: some have no wheel for the target. The message names them.
+        CarryError: there is no pip, or some have no wheel for the target. The message
+            names them.
     """
-    failed = []
+    failed, pip = [], _pip()
     platforms = [f"--platform={each}" for each in PLATFORMS]
     for pin in pins:
         name, version = _pin(pin)
@@ -188,7 +191,8 @@ def fetch(pins: Iterable[str], folder: Path, python: str) -> None:
             continue
         done = subprocess.run(
             [
-                sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
+                *pip,
+                "download", "--quiet", "--no-deps",
                 "--only-binary=:all:", "--implementation=cp",
                 f"--python-version={python}", *platforms, "--platform=manylinux2014_x86_64",
                 "--platform=manylinux1_x86_64", "-d", str(folder), pin,
@@ -202,6 +206,15 @@ def fetch(pins: Iterable[str], folder: Path, python: str) -> None:
             f"no wheel for Python {python} was found of {', '.join(failed)}: leave them "
             "out with --without, or put wheels into the folder of --wheels."
         )
+
+
+def _pip() -> list[str]:
+    if importlib.util.find_spec("pip"):
+        return [sys.executable, "-m", "pip"]
+    found = shutil.which("pip3") or shutil.which("pip")
+    if found is None:
+        raise CarryError("pip is not installed: `python -m ensurepip` installs it.")
+    return [found]
 
 
 class _Parts(io.RawIOBase):
@@ -433,7 +446,7 @@ def run_pack(options: argparse.Namespace) -> None:
         wheels.mkdir(parents=True, exist_ok=True)
         fetch(pins, wheels, machine.python)
         names = pack(wheels.glob("*.whl"), options.parts)
-    print(f"{len(pins)} packages in {len(names)} parts in {options.parts}")
+    print(f"packages: {len(pins)}, parts: {len(names)}, in {options.parts}")
 
 
 def main(argv: list[str] | None = None) -> int:

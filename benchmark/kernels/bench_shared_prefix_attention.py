@@ -139,6 +139,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         finish(tuning.RESULTS, options.save)
         return status
+    if options.only_gpu and not has_gpu:
+        print("--only-gpu measures on a GPU, and there is none.")
+        return 1
     results = {"heads": heads, "head_dim": head_dim, "dtype": "bfloat16"}
     results |= {"torch": torch.__version__, "triton": gpu_measurements.triton_version()}
     save_as_they_come(options.save, results)

@@ -46,7 +46,7 @@ from throughput_jobs import NUM_IDS, exactly
 from sglang_batch.run.demo_model import write_demo_model
 
 PHASES = ("alone", "beside a batch")
-TIMEOUT_S = 500
+TIMEOUT_S = 400
 ANSWER_TOKENS = 16
 SECONDS_UNTIL_BUSY = 2.0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import gzip
 import json
 import os
@@ -318,3 +320,53 @@ def test_log_probabilities_are_compared_while_tokens_are_equal() -> None:
     assert first.value == pytest.approx(0.01) and first.met
     assert later.value == pytest.approx(0.2)
     assert equal.value == 0.5
+
+
+def test_a_result_has_what_attention_did_not_read_again() -> None:
+    from throughput_engine import _Session
+
+    class Manager:
+        read = 0
+
+        async def get_internal_state(self) -> list[dict[str, object]]:
+            self.read += 100
+            counts = {"attention_steps_shared": 3, "kv_read_bytes_saved": self.read}
+            usage = {"token_capacity": 4000}
+            return [{"offline_batch": counts, "memory_usage": usage}]
+
+    info = {"cached_tokens": 7, "output_token_logprobs": [(-0.5, 11, None)]}
+    with asyncio.Runner() as runner:
+        session = _Session(runner.get_loop(), Manager(), 0.0)
+        session.begin(None)
+        found = session.end([{"meta_info": info, "output_ids": [11]}])
+    assert found["attention"] == {
+        "attention_steps": 0,
+        "attention_steps_shared": 0,
+        "kv_read_bytes": 0,
+        "kv_read_bytes_saved": 100,
+    }
+    assert (found["kv_tokens"], found["logprobs"]) == (4000, [[-0.5]])
+    assert found["cached_tokens"] == 7 and found["retractions"] == 0
+
+
+def test_results_are_saved_as_they_come(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import report
+
+    parser = argparse.ArgumentParser()
+    report.add_save(parser)
+    named = parser.parse_args(["--save", "name"]).save
+    assert named == report.RESULTS / "name.json"
+    save = parser.parse_args([f"--save={tmp_path}/a/b.json"]).save
+    assert save == tmp_path / "a" / "b.json"
+    results: dict[str, object] = {"runs": []}
+    report.save_as_they_come(save, results)
+    results["runs"] = [1]
+    report.print_table("a table", ["x"], [[5]])
+    document = json.loads(save.read_text())
+    assert document["unfinished"] and document["runs"] == [1]
+    assert document["tables"][-1]["rows"] == [[5]]
+    report.finish(results, save)
+    assert "unfinished" not in json.loads(save.read_text())
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["runs"] == [1]

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import platformdirs
+
 from . import __version__
 from .errors import (
     ConfigError,
@@ -130,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     prediction_options.add_simulate(commands, _simulate)
     prediction_options.add_calibrate(commands, _calibrate)
     client_options.add(commands)
+    _add_backup(commands)
     _add_exec(commands)
     _add_demo_model(commands)
     return parser
@@ -145,6 +148,36 @@ def _add_exec(commands: Any) -> None:
     module.add_argument("module", help="such as sglang.benchmark.offline_throughput")
     module.add_argument("arguments", nargs=argparse.REMAINDER, help="of the module")
     module.set_defaults(run=_exec)
+
+
+def _add_backup(commands: Any) -> None:
+    """The commands backup and restore."""
+    for name, title, about in (
+        ("backup", "back up a server", "Write a backup of a server while it runs."),
+        (
+            "restore",
+            "make the directory of a server from a backup",
+            "Make the directory of a server from a backup. A server that is started with it "
+            "goes on with the batches.",
+        ),
+    ):
+        parser = commands.add_parser(
+            name, help=title, description=about, allow_abbrev=False
+        )
+        add_arguments(
+            parser,
+            """
+BACKUP                   a tar file: a path, a URL such as s3://bucket/batches.tar, or -
+                         for standard input and output
+--offline-batch-dir DIR  directory of the server, as it is given to `serve`. That of a
+                         restore is new or empty
+""",
+            offline_batch_dir={
+                "type": Path,
+                "default": platformdirs.user_data_path("sglang-batch"),
+            },
+        )
+        parser.set_defaults(run=_backup)
 
 
 def _add_demo_model(commands: Any) -> None:
@@ -216,6 +249,20 @@ def _exec(options: argparse.Namespace, rest: list[str]) -> int:
     from .srt.plugin.serve_help import exec_module
 
     return exec_module(options.module, options.arguments)
+
+
+def _backup(options: argparse.Namespace, rest: list[str]) -> int:
+    from .inputs import urls
+    from .store.backup import restore_backup, write_backup
+
+    directory, name = options.offline_batch_dir, options.backup
+    reads = options.command == "restore"
+    os.umask(0o077)  # they are the prompts and answers of clients
+    with urls.opened(name, "rb" if reads else "wb") as file:
+        number = (restore_backup if reads else write_backup)(directory, file)
+    place = directory if reads else urls.named(name)
+    print(f"{number:,} files are in {place}", file=sys.stderr)
+    return ExitStatus.OK
 
 
 def _demo_model(options: argparse.Namespace, rest: list[str]) -> int:

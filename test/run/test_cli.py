@@ -245,6 +245,7 @@ def test_a_folder_with_other_things_is_not_overwritten_by_the_demo_model(
 # Options that mean something else than SGLang's, and those that we add to SGLang's.
 OWN_MEANING = {
     ("cli.py", "--context-length"),
+    ("cli.py", "--offline-batch-dir"),
     ("client_options.py", "--api-key"),
     ("client_options.py", "--model"),
     ("options.py", "--model"),

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from sglang_batch.errors import ConfigError, StoreError
+from sglang_batch.fleet.http_fleet import served_model
 from sglang_batch.run import serve_command
 from sglang_batch.run.fleet_options import WorkerOptions
 from sglang_batch.run.serve_command import check_server, serve
@@ -83,6 +84,23 @@ def test_the_front_gets_its_options(
     assert found.directory == tmp_path / "batches"
     assert found.config.max_batches == 3
     assert found.ssl == {"ssl_keyfile": "key.pem"}
+
+
+@pytest.mark.parametrize("away_first", [True, False])
+def test_a_front_starts_with_the_servers_that_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away_first: bool
+) -> None:
+    served: list[front_server.FrontOptions] = []
+    monkeypatch.setattr(front_server, "serve", served.append)
+    argv = (f"--port={free_port()}", f"--offline-batch-dir={tmp_path}")
+    away = f"http://127.0.0.1:{free_port()}"
+    with naming("demo") as one:
+        urls = (away, one) if away_first else (one, away)
+        assert serve(WorkerOptions(argv=argv, urls=urls, api_key=None)) == 0
+        assert served[0].urls == urls
+        # A job needs all of its servers.
+        with pytest.raises(ConfigError, match=f"{away} does not answer"):
+            served_model(urls, None)
 
 
 def test_servers_of_different_models_are_refused(tmp_path: Path) -> None:

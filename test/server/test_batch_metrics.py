@@ -96,6 +96,24 @@ def test_counters_begin_where_the_server_does(scraped: Scraped) -> None:
     assert scraped["batches", "status", "expired"] == 0
 
 
+def test_queued_tokens_are_those_of_the_lines_left(scraped: Scraped) -> None:
+    service = scraped.service
+    add(service, "batch_new", status=api.VALIDATING)
+    scraped.sample()
+    assert scraped["queued_tokens",] == 0
+    work = service.store.work_dir("batch_new")
+    work.mkdir()
+    (work / "input.jsonl").write_bytes(b"x" * 400)
+    scraped.sample()
+    assert scraped["queued_tokens",] == 100
+    tokens = {"input_tokens": 50, "output_tokens": 30}
+    add(service, "batch_1", total=10, completed=3, failed=1, **tokens)
+    waits = "server run from 22:00"
+    add(service, "batch_2", total=10, completed=4, paused_reason=waits, **tokens)
+    scraped.sample()
+    assert scraped["queued_tokens",] == 100 + 6 * 80 / 4
+
+
 def test_a_batch_that_came_and_went_between_two_samples_counts(
     scraped: Scraped,
 ) -> None:

@@ -25,7 +25,7 @@ from builders import PATIENCE_S, ids_of, make_lines, run
 from fake_engine import FakeEngine
 
 from sglang_batch.batch_api import protocol as api
-from sglang_batch.server import result_saver
+from sglang_batch.server import result_saver, runner
 from sglang_batch.store.files import FileLock
 
 pytestmark = pytest.mark.usefixtures("quick_polling")
@@ -120,7 +120,50 @@ def test_stopping_waits_for_results_being_written_before_it_releases_the_store(
     run(scenario())
 
 
-def test_a_server_going_down_leaves_the_rest_for_the_next(tmp_path: Path) -> None:
+def test_a_server_that_ends_waits_for_lines_that_run(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine, closing = FakeEngine(), asyncio.Event()
+        engine.hold(ids_of(range(2, 6)))
+        async with running_service(
+            tmp_path, engine, closing=closing.is_set, policy="fcfs", max_inflight=2
+        ) as service:
+            batch_id = submit(service, make_lines(6))
+            await engine.until_stalled(2, 2)
+            closing.set()
+            stopping = asyncio.create_task(service.stop())
+            await asyncio.sleep(0.05)
+            assert not stopping.done()
+            engine.release(ids_of(range(2, 4)))
+            await stopping
+            assert engine.aborted == []
+            assert engine.answered == ids_of(range(4))
+        after = FakeEngine()
+        async with running_service(tmp_path, after) as service:
+            check_results(service, await until_over(service, batch_id))
+            assert sorted(after.executed) == ids_of(range(4, 6))
+
+    run(scenario())
+
+
+def test_a_server_that_ends_waits_for_a_while_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        engine, closing = FakeEngine(), asyncio.Event()
+        engine.hold(ids_of(range(2)))
+        async with running_service(tmp_path, engine, closing=closing.is_set) as service:
+            submit(service, make_lines(2))
+            await engine.until_stalled(0, 2)
+            closing.set()
+        assert sorted(engine.aborted) == ids_of(range(2))
+
+    monkeypatch.setattr(runner, "DRAIN_S", 0.05)
+    run(scenario())
+
+
+def test_a_server_going_down_leaves_the_rest_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario() -> None:
         engine = FakeEngine()
         engine.hold(ids_of(range(2, 6)))
@@ -148,4 +191,5 @@ def test_a_server_going_down_leaves_the_rest_for_the_next(tmp_path: Path) -> Non
             check_results(service, await until_over(service, batch_id))
             assert sorted(after.executed) == ["r0", *ids_of(range(2, 6))]
 
+    monkeypatch.setattr(runner, "DRAIN_S", 0.01)
     run(scenario())

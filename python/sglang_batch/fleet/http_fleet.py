@@ -129,18 +129,33 @@ def _reason(data: bytes) -> str:
 _MOST_MODELS = 1 << 20
 
 
-def served_model(urls: Sequence[str], api_key: str | None) -> str:
+class NoAnswer(ConfigError):
+    """A server that cannot be reached, or is starting."""
+
+
+def served_model(
+    urls: Sequence[str], api_key: str | None, *, may_be_away: bool = False
+) -> str:
     """The name of the model that all of these servers serve. Raises ConfigError if one does
     not answer, refuses the key, or serves another model.
+
+    may_be_away: whether one answer is enough, since the others may come later.
     """
-    names = [_model_at(url.rstrip("/"), api_key) for url in urls]
-    for url, name in zip(urls, names, strict=True):
-        if name != names[0]:
+    first, name = "", ""
+    for url in urls:
+        try:
+            found = _model_at(url.rstrip("/"), api_key)
+        except NoAnswer:
+            if may_be_away and (first or url != urls[-1]):
+                continue
+            raise
+        if name and found != name:
             raise ConfigError(
-                f"{urls[0]} serves {names[0]} and {url} serves {name}; all workers of a "
+                f"{first} serves {name} and {url} serves {found}; all workers of a "
                 "job need the same model."
             )
-    return names[0]
+        first, name = first or url, found
+    return name
 
 
 def _model_at(url: str, api_key: str | None) -> str:
@@ -154,14 +169,14 @@ def _model_at(url: str, api_key: str | None) -> str:
             return str(json.loads(data)["data"][0]["id"])
     except urllib.error.HTTPError as error:
         hint = "; pass its admin's key with --workers-key" if error.code == 401 else ""
-        raise ConfigError(
+        raise (NoAnswer if error.code >= 500 else ConfigError)(
             f"{url} refuses to name its model (status {error.code}){hint}."
         ) from None
     except (
         *(OSError, ValueError, LookupError, TypeError, RecursionError),
         http.client.HTTPException,
     ) as error:
-        raise ConfigError(
+        raise NoAnswer(
             f"{url} does not answer as a server of SGLang ({error}); start it with "
             "`sglang-batch serve`, and give its URL such as http://10.0.0.2:30000."
         ) from None

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qsl, urlencode
 
 from tqdm import tqdm
 
-from ..errors import ConfigError, InputError, StoreError
+from ..errors import ConfigError, InputError, SGLangBatchError, StoreError
+from ..store.files import atomic_write
 from .compression import plain_name
 
 if TYPE_CHECKING:
@@ -84,6 +87,11 @@ def shown(url: str) -> str:
     return f"{parts.scheme}://{host}{parts.path}"
 
 
+def named(name: str) -> str:
+    """A path, or a URL without its secrets."""
+    return shown(name) if is_url(name) else name
+
+
 def fingerprint(url: str) -> str:
     """16 hexadecimal digits that stay the same when a URL is signed again."""
     parts = _parts(url)
@@ -147,6 +155,31 @@ def upload(path: Path, url: str) -> None:
                 f"cannot upload to {shown(url)}: {_reason(error)}. The results are "
                 f"safe in {path}; the same command uploads them again."
             ) from None
+
+
+@contextmanager
+def opened(name: str, mode: str) -> Iterator[Any]:
+    """A stream of bytes, ``rb`` or ``wb``, at a path or URL, or ``-``.
+
+    A file that is written appears only if the block ends without an error. Raises
+    ConfigError if there is no such file or directory, StoreError if it fails.
+    """
+    try:
+        if name == "-":
+            yield (sys.stdin if mode == "rb" else sys.stdout).buffer
+        elif not is_url(name):
+            path = Path(name)
+            with open(path, mode) if mode == "rb" else atomic_write(path) as file:
+                yield file
+        else:
+            files, remote = filesystem(name)
+            with files.transaction, files.open(remote, mode) as file:
+                yield file
+    except SGLangBatchError:
+        raise
+    except Exception as error:  # each scheme has errors of its own
+        kind = ConfigError if isinstance(error, FileNotFoundError) else StoreError
+        raise kind(f"cannot open {named(name)}: {_reason(error)}.") from None
 
 
 def check_scheme(url: str) -> None:

@@ -31,7 +31,7 @@ class OutputFile:
     path: Path
 
     def __str__(self) -> str:
-        return urls.shown(self.name) if self.is_remote else self.name
+        return urls.named(self.name)
 
     @property
     def is_remote(self) -> bool:

@@ -84,7 +84,7 @@ def _serve_front(fleet: WorkerOptions) -> int:
     _check_directory(directory)
     from ..fleet.http_fleet import served_model
 
-    served_model(fleet.urls, fleet.api_key)
+    served_model(fleet.urls, fleet.api_key, may_be_away=True)
     from ..server.http import front_server
 
     front_server.serve(

@@ -89,7 +89,7 @@ class StateUrl:
         self._told: set[str] = set()
 
     def __str__(self) -> str:
-        return urls.shown(self.url) if urls.is_url(self.url) else self.url
+        return urls.named(self.url)
 
     def check(self) -> None:
         """Write and remove a file.

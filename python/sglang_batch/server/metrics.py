@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from ..batch_api import protocol as api
@@ -60,6 +60,10 @@ _GAUGES = {
     "batches": ("Batches in the store, by status.", "status"),
     "batches_paused": ("Batches in progress that are paused, by reason.", "reason"),
     "lines_left": ("Lines without a result, of batches that have not ended.",),
+    "queued_tokens": (
+        "Estimated tokens of the lines left, prompts and answers, without paused batches: "
+        "by the answers so far, before them a token for each 4 bytes of the input.",
+    ),
     "eta_seconds": (
         "Estimated time until the last of the running batches is done. 0 if none runs or "
         "it is unknown.",
@@ -183,6 +187,8 @@ class BatchMetrics:
         for kind in {*PAUSE_KINDS.values(), OTHER}:
             gauges["batches_paused"].labels(kind).set(kinds.count(kind))
         gauges["lines_left"].set(sum(map(_num_left, active)))
+        queued = (_queued_tokens(store, row) for row in active)
+        gauges["queued_tokens"].set(sum(queued))
         gauges["eta_seconds"].set(max(map(self._eta_s, active), default=0))
         gauges["stored_bytes"].set(store.bytes_stored())
 
@@ -250,6 +256,17 @@ def _line_errors(row: Row) -> dict[str, int]:
 def _num_left(row: Row) -> int:
     left: int = row["total"] - row["completed"] - row["failed"]
     return max(0, left)
+
+
+def _queued_tokens(store: BatchStore, row: Row) -> float:
+    if row.get("paused_reason"):
+        return 0.0
+    if num_done := row["completed"] + row["failed"]:
+        tokens: int = row["input_tokens"] + row["output_tokens"]
+        return _num_left(row) * tokens / int(num_done)
+    with suppress(FileNotFoundError):
+        return (store.work_dir(row["id"]) / "input.jsonl").stat().st_size / 4
+    return 0.0
 
 
 @asynccontextmanager

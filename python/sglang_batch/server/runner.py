@@ -43,6 +43,10 @@ LOCK_PATIENCE_S = 1.0
 # How often a batch may fail through an error of the server, and the pause after each.
 MAX_ATTEMPTS = 3
 RETRY_AFTER_S = 10.0
+# How long a server that ends waits for lines that run. Supervisors often kill after 30 s.
+DRAIN_S = 20.0
+# Why lines wait then.
+CLOSING = "closing"
 
 ENGINE_PAUSED = (
     "The engine is paused by /pause_generation. It continues with /continue_generation."
@@ -62,7 +66,8 @@ class BatchRunner:
 
     Of all processes that try, one at a time does. ``server_name`` identifies this
     server in all its processes. Once ``closing`` says that it shuts down, no more
-    requests are sent, and unfinished batches wait for the next one. ``share`` is
+    requests are sent, those that run have :data:`DRAIN_S` seconds to end, and
+    unfinished batches wait for the next server. ``share`` is
     the part of the engine for batches and waves.
     """
 
@@ -92,6 +97,7 @@ class BatchRunner:
         )
         self._urgent: set[str] = set()
         self._num_retries = 0
+        self._drained_by = 0.0
         self._polling: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._woken = asyncio.Event()
@@ -120,6 +126,12 @@ class BatchRunner:
         """Have the runner look now, not at its next poll. Any thread may call it."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._woken.set)
+
+    async def drain(self) -> None:
+        """While the server closes, wait for the lines that run, as long as they may."""
+        self._woken.set()
+        if self._tasks:
+            await asyncio.wait(self._tasks.values(), timeout=DRAIN_S)
 
     async def stop(self) -> None:
         """Stop running. The next server runs aborted requests again."""
@@ -171,12 +183,18 @@ class BatchRunner:
     async def _look_around(self) -> None:
         rows = self.store.batches_in(api.ACTIVE_STATUSES)
         closing = self.closing()
+        if not closing:
+            self._drained_by = time.monotonic() + DRAIN_S
         for row in rows:
             batch_id = row["id"]
             if batch_id not in self._runs and not closing:
                 self._begin(batch_id)
             if batch_id in self._runs:
-                self._runs[batch_id].stop_if_due(row, closing)
+                run = self._runs[batch_id]
+                if closing:
+                    run.limit.pause(CLOSING, recalls=True)
+                late = time.monotonic() >= self._drained_by
+                run.stop_if_due(row, closing and (late or not run.engine.in_flight))
         if not closing:
             used_up = self._used_up(rows)
             await self._start_by_priority(rows, used_up)

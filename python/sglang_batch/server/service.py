@@ -70,6 +70,8 @@ class BatchService:
 
     def __post_init__(self) -> None:
         self._engine: Engine | None = None
+        # Whether the server is about to end.
+        self.is_closing: Callable[[], bool] = lambda: False
         # Serves the head of a fleet, if there is one.
         self.worker: WorkerHost | None = None
         self.runner: BatchRunner | None = None
@@ -87,7 +89,7 @@ class BatchService:
         self, engine: Engine, closing: Callable[[], bool] = lambda: False
     ) -> None:
         """Begin to run batches, see :meth:`.runner.BatchRunner.start`."""
-        self._engine = engine
+        self._engine, self.is_closing = engine, closing
         self.worker = WorkerHost(
             engine, self.server_name, trusts=False, is_closing=closing
         )
@@ -123,6 +125,8 @@ class BatchService:
 
     async def stop(self) -> None:
         """Stop running. The next server runs aborted requests again."""
+        if self.runner is not None and self.is_closing():
+            await self.runner.drain()
         if self.worker is not None:
             await self.worker.close()
         await self.history.sampling.stop()

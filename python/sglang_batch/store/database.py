@@ -17,6 +17,7 @@ from typing import TypeVar
 from ..errors import StoreError
 from .files import in_turn
 
+DATABASE = "batches.sqlite3"
 # Enough for the index and for a schema migration.
 SPARE_BYTES = 256 << 10
 # Pages of 4 KiB that the write-ahead log holds before they are moved to the database.
@@ -84,7 +85,7 @@ def _open(directory: Path, names: Iterable[str]) -> sqlite3.Connection:
     for name in names:
         (directory / name).mkdir(exist_ok=True)
     db = sqlite3.connect(
-        directory / "batches.sqlite3",
+        directory / DATABASE,
         isolation_level=None,
         check_same_thread=False,
         timeout=30,

@@ -22,9 +22,10 @@ from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...errors import ApiError
-from ...job.engine import WAVE_PATH, WORKER_PATH
+from ...job.engine import GENERATE_URL, WAVE_PATH, WORKER_PATH
 from ...rollout.rollout_call import ROLLOUTS_PATH
 from ...store.batch_store import BatchStore, Row
+from ...store.database import DATABASE
 from ..access import keys
 from ..access.keys import (
     ANYBODY,
@@ -77,7 +78,7 @@ def no_admin() -> str:
 
 
 # Open without a key: for probes, as in SGLang, and files of the page.
-OPEN = {"/health", "/health_generate", "/ready"}
+OPEN = {"/draining", "/health", "/health_generate", "/live", "/ready"}
 # Of the admin, unless the server is told otherwise: it has the usage of all clients.
 METRICS = "/metrics"
 
@@ -267,6 +268,12 @@ class KeyMiddleware:
             raise _not_allowed(scope, access)
         if route is not None and route.template in GENERATING:
             access.check_tokens(caller)
+        if (
+            route is not None
+            and route.template in GENERATING | {GENERATE_URL}
+            and scope["app"].state.offline_batch_service.is_closing()
+        ):
+            raise _draining()
         return caller
 
 
@@ -318,6 +325,17 @@ def _unknown_key(num_given: int) -> ApiError:
             "KEY'."
         )
     return ApiError(401, message, code="invalid_api_key", retry=False)
+
+
+def _draining() -> ApiError:
+    """The answer of a server that would never end with new calls."""
+    return ApiError(
+        503,
+        "This server is about to stop and takes no new calls. Repeat the call at another "
+        "server, or here once it is back.",
+        code="not_ready",
+        headers={"Retry-After": "5"},
+    )
 
 
 def _not_allowed(scope: Scope, access: AccessControl) -> ApiError:
@@ -465,7 +483,7 @@ class AccessControl:
 
 
 def _reader(directory: Path) -> sqlite3.Connection:
-    path = (directory / "batches.sqlite3").resolve()
+    path = (directory / DATABASE).resolve()
     db = sqlite3.connect(
         f"{path.as_uri()}?mode=ro",
         uri=True,

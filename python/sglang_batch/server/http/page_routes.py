@@ -86,6 +86,20 @@ for _path in FILES:
     router.add_api_route(_path, _file, methods=["GET"], include_in_schema=False)
 
 
+@router.get("/live", include_in_schema=False)
+async def live() -> Response:
+    """This process works, also while it drains. A restart helps where it does not."""
+    return Response()
+
+
+@router.get("/draining", include_in_schema=False)
+async def draining(request: Request) -> JSONResponse:
+    """Whether it takes no new calls and ends, and the lines of batches that still run."""
+    service = service_of(request)
+    lines = 0 if service.runner is None else service.runner.num_in_engine
+    return JSONResponse({"draining": service.is_closing(), "running_lines": lines})
+
+
 @router.get(f"{PATH}/data")
 async def page_data(
     request: Request,

@@ -377,6 +377,7 @@ def serve(
     with loaded_engine(server_args, model, settings) as engine:
         manager = engine.manager
         manager.on_failure = _end_process
+        manager.drains = True
         # Batches and calls with lists use this engine, connected once the app starts.
         manager.offline_engine = engine
         http_server._setup_and_run_http_server(

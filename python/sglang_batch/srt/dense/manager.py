@@ -121,6 +121,8 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
     Attributes:
         on_failure: called on the event loop if the worker has failed, before its rows are
             answered.
+        drains: whether SIGTERM ends the process as it ends SGLang's server: after the
+            requests that run.
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self._place_of = place_of
         self._worker: DenseWorker | None = None
         self.on_failure: Callable[[], None] | None = None
+        self.drains = False
         # Requests that the worker has, by id.
         self._sent: dict[str, Message] = {}
         self._answers: asyncio.Queue[tuple[str, DenseAnswer]] = asyncio.Queue()
@@ -171,7 +174,9 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self.tokenizer_ipc_name = None
 
     def auto_create_handle_loop(self) -> None:
-        if self.event_loop is None:
+        if self.drains:
+            super().auto_create_handle_loop()
+        elif self.event_loop is None:
             self.event_loop = loop = asyncio.get_running_loop()
             self.asyncio_tasks.add(loop.create_task(self.handle_loop()))
 

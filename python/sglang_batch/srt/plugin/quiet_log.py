@@ -18,7 +18,7 @@ ACCESS = "uvicorn.access"
 # What clients and monitors poll.
 POLLED = (
     *("/batches", "/v1/batches", "/v1/files", "/v1/messages/batches", "/v1/models"),
-    *("/health", "/metrics", "/server_info", "/get_server_info"),
+    *("/health", "/live", "/metrics", "/ready", "/server_info", "/get_server_info"),
 )
 # What decode servers call for each of their requests.
 CALLED = "/offline_batch/prefill/"

@@ -13,6 +13,7 @@ PAGES = sorted(
         *ROOT.glob("*.md"),
         *(ROOT / "docs").glob("*.md"),
         *(ROOT / "examples").glob("*.md"),
+        *(ROOT / "deploy").glob("*.md"),
         *(ROOT / "benchmark").rglob("*.md"),
     ]
 )

@@ -152,17 +152,16 @@ def _add_exec(commands: Any) -> None:
 
 def _add_backup(commands: Any) -> None:
     """The commands backup and restore."""
-    for name, title, about in (
-        ("backup", "back up a server", "Write a backup of a server while it runs."),
-        (
-            "restore",
-            "make the directory of a server from a backup",
-            "Make the directory of a server from a backup. A server that is started with it "
-            "goes on with the batches.",
-        ),
-    ):
+    usual = platformdirs.user_data_path("sglang-batch")
+    for name, about in {
+        "backup": "Write a backup of a server while it runs.",
+        "restore": "Make the directory of a server, which goes on with it, from a backup.",
+    }.items():
         parser = commands.add_parser(
-            name, help=title, description=about, allow_abbrev=False
+            name,
+            help=about[0].lower() + about[1:-1],
+            description=about,
+            allow_abbrev=False,
         )
         add_arguments(
             parser,
@@ -172,10 +171,7 @@ BACKUP                   a tar file: a path, a URL such as s3://bucket/batches.t
 --offline-batch-dir DIR  directory of the server, as it is given to `serve`. That of a
                          restore is new or empty
 """,
-            offline_batch_dir={
-                "type": Path,
-                "default": platformdirs.user_data_path("sglang-batch"),
-            },
+            offline_batch_dir={"type": Path, "default": usual},
         )
         parser.set_defaults(run=_backup)
 

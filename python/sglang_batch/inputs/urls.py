@@ -168,8 +168,7 @@ def opened(name: str, mode: str) -> Iterator[Any]:
         if name == "-":
             yield (sys.stdin if mode == "rb" else sys.stdout).buffer
         elif not is_url(name):
-            path = Path(name)
-            with open(path, mode) if mode == "rb" else atomic_write(path) as file:
+            with open(name, mode) if mode == "rb" else atomic_write(Path(name)) as file:
                 yield file
         else:
             files, remote = filesystem(name)

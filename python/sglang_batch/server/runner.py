@@ -45,8 +45,6 @@ MAX_ATTEMPTS = 3
 RETRY_AFTER_S = 10.0
 # How long a server that ends waits for lines that run. Supervisors often kill after 30 s.
 DRAIN_S = 20.0
-# Why lines wait then.
-CLOSING = "closing"
 
 ENGINE_PAUSED = (
     "The engine is paused by /pause_generation. It continues with /continue_generation."
@@ -127,14 +125,13 @@ class BatchRunner:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._woken.set)
 
-    async def drain(self) -> None:
-        """While the server closes, wait for the lines that run, as long as they may."""
-        self._woken.set()
-        if self._tasks:
-            await asyncio.wait(self._tasks.values(), timeout=DRAIN_S)
-
     async def stop(self) -> None:
-        """Stop running. The next server runs aborted requests again."""
+        """Stop running, once lines that run have had their time if the server is closing.
+        The next server runs aborted requests again.
+        """
+        if self.closing() and self._tasks:
+            self._woken.set()
+            await asyncio.wait(self._tasks.values(), timeout=DRAIN_S)
         await self._collecting.stop()
         tasks = [task for task in (self._polling, *self._tasks.values()) if task]
         for task in tasks:
@@ -192,9 +189,9 @@ class BatchRunner:
             if batch_id in self._runs:
                 run = self._runs[batch_id]
                 if closing:
-                    run.limit.pause(CLOSING, recalls=True)
-                late = time.monotonic() >= self._drained_by
-                run.stop_if_due(row, closing and (late or not run.engine.in_flight))
+                    run.limit.pause("closing", recalls=True)
+                waits = run.engine.in_flight and time.monotonic() < self._drained_by
+                run.stop_if_due(row, closing and not waits)
         if not closing:
             used_up = self._used_up(rows)
             await self._start_by_priority(rows, used_up)

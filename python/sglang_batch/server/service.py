@@ -70,7 +70,6 @@ class BatchService:
 
     def __post_init__(self) -> None:
         self._engine: Engine | None = None
-        # Whether the server is about to end.
         self.is_closing: Callable[[], bool] = lambda: False
         # Serves the head of a fleet, if there is one.
         self.worker: WorkerHost | None = None
@@ -125,8 +124,6 @@ class BatchService:
 
     async def stop(self) -> None:
         """Stop running. The next server runs aborted requests again."""
-        if self.runner is not None and self.is_closing():
-            await self.runner.drain()
         if self.worker is not None:
             await self.worker.close()
         await self.history.sampling.stop()

@@ -273,7 +273,13 @@ class KeyMiddleware:
             and route.template in GENERATING | {GENERATE_URL}
             and scope["app"].state.offline_batch_service.is_closing()
         ):
-            raise _draining()
+            raise ApiError(  # with new calls it would never end
+                503,
+                "This server is about to stop and takes no new calls. Repeat the call at "
+                "another server, or here once it is back.",
+                code="not_ready",
+                headers={"Retry-After": "5"},
+            )
         return caller
 
 
@@ -325,17 +331,6 @@ def _unknown_key(num_given: int) -> ApiError:
             "KEY'."
         )
     return ApiError(401, message, code="invalid_api_key", retry=False)
-
-
-def _draining() -> ApiError:
-    """The answer of a server that would never end with new calls."""
-    return ApiError(
-        503,
-        "This server is about to stop and takes no new calls. Repeat the call at another "
-        "server, or here once it is back.",
-        code="not_ready",
-        headers={"Retry-After": "5"},
-    )
 
 
 def _not_allowed(scope: Scope, access: AccessControl) -> ApiError:

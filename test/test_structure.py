@@ -38,7 +38,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("server",),
         ("srt",),
         ("run",),
-        ("prediction", "lang"),
+        ("prediction", "lang", "upgrade"),
         ("cli",),
         ("__main__",),
     ),
@@ -93,6 +93,7 @@ ENTRIES = {
     "sglang_batch.rollout.slime_generate",
     "sglang_batch.srt.plugin.hooks",
     "sglang_batch.srt.plugin.platform",
+    "sglang_batch.upgrade.__main__",
 }
 
 

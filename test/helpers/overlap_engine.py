@@ -122,7 +122,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
 
 def ways(scheduler_class: Any) -> None:
     run_batch, state = scheduler_class.run_batch, scheduler_class._offline_state
-    make_parts = scheduler_class.init_load_inquirer
+    make_parts = scheduler_class._make_parts
 
     def make_and_try(scheduler: Any) -> None:
         make_parts(scheduler)
@@ -165,7 +165,7 @@ def ways(scheduler_class: Any) -> None:
         )
         return state(scheduler) | found | {"tried": scheduler.tried}
 
-    scheduler_class.init_load_inquirer = make_and_try
+    scheduler_class._make_parts = make_and_try
     scheduler_class.run_batch = run
     scheduler_class._offline_state = with_races
 

@@ -75,8 +75,8 @@ class StressScheduler(offline.OfflineScheduler):
             self.counts["unmixed"] += int(waits)
         return plan
 
-    def init_load_inquirer(self) -> None:
-        super().init_load_inquirer()
+    def _make_parts(self) -> None:
+        super()._make_parts()
         self.open = self.jobs.registry.open
         self.jobs.registry.open = self.open_distorted
 

@@ -63,7 +63,7 @@ class Manager:
         for rid in rids:
             del self.rid_to_state[rid]
 
-    def _handle_abort_req(self, request: Any) -> None:
+    def _result_dispatcher(self, request: Any) -> None:
         self.answer(request.rid)
 
     async def until(self, condition: Callable[[], bool]) -> None:

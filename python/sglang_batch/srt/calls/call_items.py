@@ -154,7 +154,7 @@ async def send_or_refuse(
         refused = isinstance(error, ValueError)
         status = HTTPStatus.BAD_REQUEST if refused else HTTPStatus.INTERNAL_SERVER_ERROR
         reason = FINISH_ABORT(str(error), status).to_json()
-        manager._handle_abort_req(AbortReq(rid=message.rid, finished_reason=reason))
+        manager._result_dispatcher(AbortReq(rid=message.rid, finished_reason=reason))
 
 
 def abort_unsent(manager: Any, rid: str = "", abort_all: bool = False) -> None:
@@ -163,4 +163,4 @@ def abort_unsent(manager: Any, rid: str = "", abort_all: bool = False) -> None:
     unsent = unsent_messages(manager)
     for each in list(unsent) if abort_all else [rid]:
         if unsent.pop(each, None) is not None:
-            manager._handle_abort_req(AbortReq(rid=each))
+            manager._result_dispatcher(AbortReq(rid=each))

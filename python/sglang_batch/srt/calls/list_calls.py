@@ -10,8 +10,6 @@ checks, the order of the answers, streams, errors and aborts.
 from __future__ import annotations
 
 import asyncio
-import copy
-import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -53,40 +51,25 @@ def plan_list(
     samples = int(getattr(obj, "parallel_sample_num", 1))
     if not _is_planned(obj, samples):
         return counted(original, manager, obj, request, request_states)
-    answers = _planned(manager, obj, request, request_states, samples)
+    answers = _planned(original, manager, obj, request, request_states)
     return SampledPrompts(samples).counted(answers)
 
 
 async def _planned(
+    original: Callable[..., AsyncGenerator[Any]],
     manager: Any,
     obj: Any,
     request: Any,
     request_states: dict[str, Any],
-    samples: int,
 ) -> AsyncGenerator[Any]:
-    messages = await _tokenize(manager, obj)
-    # The ids that the request got, unless its client chose them.
-    job_id, _, _ = ids.parse_request_id(messages[0].rid)
-    if not is_of_a_job(messages[0].rid) or samples > 1:
-        job_id = new_list_id()
-    if samples > 1:
-        items = _sample_items(manager, obj, messages, job_id, request_states)
-    else:
-        items = [CallItem(obj[i], message) for i, message in enumerate(messages)]
-    for item in items:
-        if getattr(item.obj, "return_prompt_token_ids", False):
-            state = manager.rid_to_state[item.message.rid]
-            state.prompt_token_ids = item.input_ids
-    answers = [
-        item.watch(manager._wait_one_response(item.obj, request)) for item in items
-    ]
-    async with _running(manager, job_id, items):
+    planned = PlannedPrompts(manager, obj)
+    answers = original(planned, obj, request, request_states)
+    async with planned.running(), aclosing(answers):
         if getattr(obj, "stream", False):
-            rids = [item.message.rid for item in items]
-            async for answer in manager._stream_batch_responses(answers, rids):
+            async for answer in answers:
                 yield answer
             return
-        collected = await manager._collect_batch_responses(answers)
+        collected = await anext(answers)
     # Engine.generate takes one answer and leaves the generator where it is.
     yield collected
 
@@ -101,71 +84,84 @@ def _is_planned(obj: Any, samples: int) -> bool:
     )
 
 
-async def _tokenize(manager: Any, obj: Any) -> list[Message]:
-    number = obj.batch_size
-    if manager._should_use_batch_tokenization(number, obj):
-        messages: list[Message] = await manager._batch_tokenize_and_process(number, obj)
-        return messages
-    return [await manager._tokenize_one_request(obj[i]) for i in range(number)]
+class PassingManager:
+    """A tokenizer manager for SGLang's code that answers a call. Everything is passed on to the
+    real one, but what a subclass has of its own."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
 
 
-def _sample_items(
-    manager: Any,
-    obj: Any,
-    messages: Sequence[Message],
-    job_id: str,
-    request_states: dict[str, Any],
-) -> list[CallItem]:
-    """An item for each sample of each prompt, in place of SGLang's for the prompts, which first
-    computes each prompt once. The plan has the samples share it anyway."""
-    initial = {}
-    for rid in obj.rid:
-        state = request_states[rid]
-        if manager.rid_to_state.get(rid) is state:
-            del manager.rid_to_state[rid]
-            state.lora_released = True  # the samples release the adapter
-            initial[rid] = state
-    items = []
-    numbers = itertools.count()
-    for i, message in enumerate(messages):
-        prompt = obj[i]
-        for _ in range(obj.parallel_sample_num):
-            sample, own = copy.copy(prompt), copy.copy(message)
-            sample.rid = own.rid = ids.engine_request_id(job_id, next(numbers))
-            manager._init_req_state(sample)
-            state = request_states[sample.rid] = manager.rid_to_state[sample.rid]
-            own.time_stats = state.time_stats
-            items.append(CallItem(sample, own))
-        if prompt.rid in initial:
-            initial[prompt.rid].time_stats.set_finished_time()
-    return items
+class PlannedPrompts(PassingManager):
+    """Holds the messages of a call until all are there, and sends them in the order of a
+    plan."""
+
+    def __init__(self, manager: Any, obj: Any) -> None:
+        super().__init__(manager)
+        samples = int(getattr(obj, "parallel_sample_num", 1))
+        self._number = obj.batch_size * samples
+        # SGLang first computes each prompt that has samples in a request of its own. The
+        # plan has the samples share it anyway.
+        self._num_skipped = obj.batch_size if samples > 1 else 0
+        self._messages: dict[str, Message] = {}
+        self._items: list[CallItem] = []
+        self._job: asyncio.Future[None] | None = None
+
+    async def _send_one_request(self, message: Message) -> None:
+        self._messages[message.rid] = message
+
+    async def _send_batch_request(self, messages: Sequence[Message]) -> None:
+        self._messages |= {message.rid: message for message in messages}
+
+    def _wait_one_response(
+        self, obj: EngineRequest, request: Any = None
+    ) -> AsyncGenerator[Any]:
+        message = self._messages.pop(str(obj.rid))
+        if self._num_skipped:
+            self._num_skipped -= 1
+            return self._skipped(message.rid)
+        item = CallItem(obj, message)
+        self._items.append(item)
+        if len(self._items) == self._number:
+            unsent = call_items.unsent_messages(self._manager)
+            unsent.update({item.message.rid: item.message for item in self._items})
+            self._job = asyncio.ensure_future(_run(self._manager, self._items))
+        return item.watch(self._manager._wait_one_response(obj, request))
+
+    async def _skipped(self, rid: str) -> AsyncGenerator[Any]:
+        del self._manager.rid_to_state[rid]
+        yield None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """The block in which SGLang answers the call. The job ends with it."""
+        try:
+            yield
+            if self._job is not None:
+                await self._job
+        finally:
+            unsent = call_items.unsent_messages(self._manager)
+            for item in self._items:
+                unsent.pop(item.message.rid, None)
+            if self._job is not None and not self._job.done():
+                self._job.cancel()
+                with suppress(asyncio.CancelledError):
+                    await self._job
 
 
 # The job --------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def _running(
-    manager: Any, job_id: str, items: Sequence[CallItem]
-) -> AsyncGenerator[None]:
-    """Run the items as a job in the background, until the block ends."""
+async def _run(manager: Any, items: Sequence[CallItem]) -> None:
+    """Run the items as a job."""
     unsent = call_items.unsent_messages(manager)
-    unsent.update({item.message.rid: item.message for item in items})
-    job = asyncio.ensure_future(_run(manager, job_id, items))
-    try:
-        yield
-        await job
-    finally:
-        for item in items:
-            unsent.pop(item.message.rid, None)
-        if not job.done():
-            job.cancel()
-            with suppress(asyncio.CancelledError):
-                await job
-
-
-async def _run(manager: Any, job_id: str, items: Sequence[CallItem]) -> None:
-    unsent = call_items.unsent_messages(manager)
+    # The ids that the request got, unless its client or SGLang chose them.
+    job_id, _, _ = ids.parse_request_id(items[0].message.rid)
+    if not is_of_a_job(items[0].message.rid):
+        job_id = new_list_id()
     try:
         if call_items.share_prefixes([item.message for item in items]):
             engine = _ListEngine(await engine_of(manager), manager, items)
@@ -293,20 +289,14 @@ class SampledPrompts:
             self._cached[prompt] = least
 
 
-class NotingPrompts:
-    """A tokenizer manager for SGLang's code that samples prompts, which computes each prompt in
-    a request of its own first and drops what that reports.
-
-    Everything is passed on to the real tokenizer manager.
-    """
+class NotingPrompts(PassingManager):
+    """Notes what SGLang's code drops: the answers of the requests that compute a prompt before
+    its samples."""
 
     def __init__(self, manager: Any, prompts: SampledPrompts, num_prompts: int) -> None:
-        self._manager = manager
+        super().__init__(manager)
         self._prompts = prompts
         self._num_left = num_prompts
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._manager, name)
 
     def _wait_one_response(
         self, obj: EngineRequest, request: Any = None

@@ -155,9 +155,8 @@ class Scheduler(Protocol):
     forward_stream: torch.Stream
     disaggregation_mode: object
     dllm_config: object | None
-    # ``OfflineSchedulePolicy``, which ``init_schedule_policy`` sets.
+    # ``OfflineSchedulePolicy``.
     policy: Any
-    beam_coordinator: Any
     future_map: Any
     grammar_manager: Any
     metrics_reporter: Any

@@ -231,7 +231,7 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
             setattr(state.obj, SPENT, {"meta_info": report})
 
     def _give_up(self, rid: str, reason: dict[str, Any] | None = None) -> None:
-        self._handle_abort_req(AbortReq(rid=rid, finished_reason=reason))
+        self._result_dispatcher(AbortReq(rid=rid, finished_reason=reason))
 
     def _dispatch_to_scheduler(self, obj: Any) -> None:
         if self._worker is None:

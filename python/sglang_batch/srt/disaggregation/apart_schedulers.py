@@ -49,7 +49,6 @@ class StockApartScheduler(Apart, MarkedScheduler):
 class PrefillScheduler(Apart, OfflineScheduler):
     """The scheduler of a prefill server, which follows the plans of jobs."""
 
-    waiting_queue: list[Any]
     _num_failed = 0
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:

@@ -242,3 +242,4 @@ def _activate(values: dict[str, Any]) -> None:
     enter_offline_main()
     if config.scheduler == "offline":
         private_api.check_private_api()
+        private_api.warn_of_changes()

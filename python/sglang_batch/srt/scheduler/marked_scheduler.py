@@ -36,23 +36,18 @@ class MarkedScheduler(Scheduler):  # type: ignore[misc]
 
     server_args: OfflineArgs
 
-    def get_init_info(self) -> dict[str, object]:
-        """Log for each rank that its scheduler is ours.
-
-        Raises:
-            ConfigError: its attention ranks would mix up their requests.
-            EngineError: a hook of its process did not take effect.
-        """
+    def __init__(self, *args: object) -> None:
+        """Raises ConfigError if attention ranks would mix up their requests, and EngineError if
+        a hook of the process did not take effect."""
+        super().__init__(*args)
         check_hooks_took()
         check_attention_ranks(self.tp_worker.model_runner)
+        self._make_parts()
         logger.info(
             "Offline batch scheduler ready: %s", self.server_args.offline_config
         )
-        info: dict[str, object] = super().get_init_info()
-        return info
 
-    def init_request_dispatcher(self) -> None:
-        super().init_request_dispatcher()
+    def _make_parts(self) -> None:
         self._answer(RunningQuery, self._running_s)
         self._answer(StepsQuery, self._timed_steps)
 

@@ -29,8 +29,6 @@ def num_rows(req: Req) -> int:
 def can_mix(scheduler: Scheduler, running_batch: ScheduleBatch) -> bool:
     if not scheduler.is_mixed_chunk:
         return False
-    if not scheduler.beam_coordinator._num_live_groups:
-        return True
     return all(req.beam_group is None for req in running_batch.reqs)
 
 

@@ -193,7 +193,7 @@ class PlanScheduler(SchedulerPart):
             and not self._kv_accounting.num_complete
             and running_batch.reqs
             # Beams have further rows, which SGLang counts.
-            and not self._scheduler.beam_coordinator._num_live_groups
+            and all(req.beam_group is None for req in running_batch.reqs)
             and not TEST_RETRACT
         )
 

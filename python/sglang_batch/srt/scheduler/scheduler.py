@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from sglang.srt.arg_groups.model_override_base import resolved_view
@@ -20,15 +21,14 @@ from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.mem_pool import EMPTY_SLOT
 from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.managers.scheduler import NextBatchPlan, _make_abort_req
+from sglang.srt.managers.scheduler import NextBatchPlan
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
     SchedulerBatchResultProcessor,
 )
 from sglang.srt.managers.scheduler_components.load_inquirer import (
     SchedulerLoadInquirer,
 )
-from sglang.srt.runtime_context import get_parallel, get_serving
-from sglang.srt.utils.weight_versions import record_weight_version_events
+from sglang.srt.runtime_context import get_parallel
 
 from ...job.engine import KvUse
 from ...planner.admission_rules import kv_forecast
@@ -96,35 +96,16 @@ class OfflineScheduler(MarkedScheduler):
     """The scheduler of an offline server, in place of SGLang's.
 
     Attributes:
-        jobs, kv_manager, plan_scheduler: made by ``init_load_inquirer``.
+        jobs, kv_manager, plan_scheduler: made when SGLang's scheduler is complete.
     """
 
     # Whether other servers compute all prompts.
     is_decode_only = False
     batch_result_processor: SchedulerBatchResultProcessor
     load_inquirer: SchedulerLoadInquirer
+    waiting_queue: list[Any]
 
     tier: ModelTier
-
-    def get_init_info(self) -> dict[str, object]:
-        info = super().get_init_info()
-        if _is_first_rank() and _replica() == 0:
-            logger.info("%s.", self.tier)
-        return info
-
-    def init_schedule_policy(self) -> None:
-        super().init_schedule_policy()
-        self.policy = OfflineSchedulePolicy(
-            "fcfs",
-            self.tree_cache,
-            self.enable_hierarchical_cache,
-            self.enable_priority_scheduling,
-            self.schedule_low_priority_values_first,
-        )
-
-    def init_model_worker(self) -> None:
-        super().init_model_worker()
-        leave_room_for_drafts(self)
 
     def init_all_attention_backends(self) -> None:
         """Choose the backend before SGLang captures CUDA graphs with it."""
@@ -137,22 +118,17 @@ class OfflineScheduler(MarkedScheduler):
     def get_output_streamer_class(self) -> type[OfflineOutputStreamer]:
         return OfflineOutputStreamer
 
-    def init_batch_result_processor(self) -> None:
-        super().init_batch_result_processor()
-        self.output_streamer.is_online = self.jobs.registry.is_online
-        stock = self.batch_result_processor
-        self.batch_result_processor = OfflineResultProcessor.like(stock)
-
-    def init_request_dispatcher(self) -> None:
-        super().init_request_dispatcher()
-        self._answer(JobControl, self._control)
-        self._answer(TreeQuery, self._tree)
-
-    def init_load_inquirer(self) -> None:
-        """Make our parts. SGLang calls this first of all overridden methods after its
-        cache, memory pools and grammar manager are ready."""
-        super().init_load_inquirer()
+    def _make_parts(self) -> None:
+        super()._make_parts()
         compile_planner()
+        leave_room_for_drafts(self)
+        self.policy = OfflineSchedulePolicy(
+            "fcfs",
+            self.tree_cache,
+            self.enable_hierarchical_cache,
+            self.enable_priority_scheduling,
+            self.schedule_low_priority_values_first,
+        )
         self.tier, offloader = self._find_tier()
         self.jobs = EngineJobs(
             self, offloader, self._step_reports(), decode_only=self.is_decode_only
@@ -170,6 +146,13 @@ class OfflineScheduler(MarkedScheduler):
                 self.waiting_queue, self.jobs.open, len(self.kv_manager.on_host.first)
             ),
         )
+        self.output_streamer.is_online = self.jobs.registry.is_online
+        stock = self.batch_result_processor
+        self.batch_result_processor = OfflineResultProcessor.like(stock)
+        self._answer(JobControl, self._control)
+        self._answer(TreeQuery, self._tree)
+        if _is_first_rank() and _replica() == 0:
+            logger.info("%s.", self.tier)
 
     def _find_tier(self) -> tuple[ModelTier, KvOffloader | None]:
         """How much of the plan the model allows, and the mover of KV to the host."""
@@ -331,7 +314,6 @@ class OfflineScheduler(MarkedScheduler):
         if not self.plan_scheduler.all_decode(batch):
             updated: ScheduleBatch = super().update_running_batch(batch)
             return updated
-        self.new_token_ratio_tracker.decay_step()
         batch.prepare_for_decode()
         return batch
 
@@ -372,16 +354,19 @@ class OfflineScheduler(MarkedScheduler):
         for req in self.plan_scheduler.abort(
             recv_req.rid, everything=recv_req.abort_all
         ):
-            self._release_waiting(req)
-            if len(req.output_ids) and req.beam_group is None:
-                # It ran before. SGLang's answer to a waiting request has only the tokens
-                # that were sent so far, every 50th step.
-                req.finished_reason = FINISH_ABORT()
-                self.output_streamer.stream_output([req], req.return_logprob)
-                continue
-            reason = recv_req.finished_reason
-            self.send_abort_output(_make_abort_req(req, finished_reason=reason), req)
+            self._end_waiting(req, recv_req)
         super().abort_request(recv_req)
+
+    def _end_waiting(self, req: Req, recv_req: AbortReq) -> None:
+        self._release_waiting(req)
+        if len(req.output_ids) and req.beam_group is None:
+            # It ran before. SGLang's answer to a waiting request has only the tokens
+            # that were sent so far, every 50th step.
+            req.finished_reason = FINISH_ABORT()
+            self.output_streamer.stream_output([req], req.return_logprob)
+        else:
+            answer = AbortReq(rid=req.rid, finished_reason=recv_req.finished_reason)
+            self.send_abort_output(answer, req)
 
     def send_abort_output(self, abort_req: object, req: Req) -> None:
         self.plan_scheduler.aborted(req)
@@ -392,12 +377,11 @@ class OfflineScheduler(MarkedScheduler):
 
     def record_weight_version_change(self, new_version: str | None) -> None:
         """SGLang's, for the requests in the backlog, too: some of them ran before."""
-        old_version = get_serving().weight_version
+        stock = self.waiting_queue
+        waiting = self.jobs.registry.not_running("", everything=True)
+        self.waiting_queue = [*stock, *(request.req for _, request in waiting)]
         super().record_weight_version_change(new_version)
-        if get_serving().weight_version != old_version:
-            waiting = self.jobs.registry.not_running("", everything=True)
-            reqs = [request.req for _, request in waiting]
-            record_weight_version_events(reqs, old_version=old_version)
+        self.waiting_queue = stock
 
     def pause_generation(self, recv_req: PauseGenerationReqInput) -> None:
         super().pause_generation(recv_req)

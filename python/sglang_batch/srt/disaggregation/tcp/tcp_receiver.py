@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import msgspec
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
@@ -253,9 +254,9 @@ class TcpDecodeManager(TcpManager):
         SGLang calls ``/generate``, which takes no id of a job's line.
         """
         try:
-            answer = self._get_prefill_recompute_session().post(
+            answer = httpx.post(
                 prefill_url.rstrip("/") + CALL_PATH,
-                data=msgspec.msgpack.encode(PrefillCall.again(payload)),
+                content=msgspec.msgpack.encode(PrefillCall.again(payload)),
                 headers=authorization(),
                 timeout=self.waiting_timeout,
             )

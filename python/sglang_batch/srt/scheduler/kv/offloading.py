@@ -31,7 +31,7 @@ from sglang.srt.mem_cache.allocator import (
     TokenToKVPoolAllocator,
 )
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
-from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
+from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.memory_pool import (
     MHATokenToKVPool,
     MLATokenToKVPool,
@@ -447,7 +447,7 @@ class KvOffloader:
         free = self._allocator.available_size() + self._tree.evictable_size()
         if need + reserve > free:
             return None
-        evict_from_tree_cache(self._tree, need)
+        self._allocator.evict_to_free_tokens(self._tree, need)
         slots = self._allocator.alloc(need)
         # The next tokens take the rest of the last page, as usual.
         return None if slots is None else slots[:num_tokens]

@@ -1,0 +1,1 @@
+"""Compares the private functions of SGLang that we use with another release."""

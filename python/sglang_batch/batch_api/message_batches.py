@@ -45,13 +45,13 @@ _STATUS_ERROR_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
     529: "overloaded_error",
 }
 ERROR_TYPES = {
     *_STATUS_ERROR_TYPES.values(),
     "invalid_request_error",
     "billing_error",
-    "timeout_error",
     "api_error",
 }
 
@@ -164,10 +164,14 @@ def rejected_file_id(row: Row) -> str | None:
 def error_body(
     message: str, status_code: int = 400, request_id: str | None = None
 ) -> dict[str, Any]:
-    default = "invalid_request_error" if status_code < 500 else "api_error"
-    kind = _STATUS_ERROR_TYPES.get(status_code, default)
-    error = {"type": kind, "message": message}
+    error = {"type": error_type(status_code), "message": message}
     return {"type": "error", "error": error, "request_id": request_id}
+
+
+def error_type(status_code: int) -> str:
+    """Anthropic's type of an error with this status."""
+    default = "invalid_request_error" if status_code < 500 else "api_error"
+    return _STATUS_ERROR_TYPES.get(status_code, default)
 
 
 def has_ended(row: Row) -> bool:

@@ -14,13 +14,13 @@ from fastapi import HTTPException, Response
 from pydantic import BaseModel, ValidationError
 from sglang.srt.entrypoints.openai.encoding_dsv32 import DS32EncodingError
 
+from ...batch_api.message_batches import error_type
 from ...batch_api.protocol import error_body
 from ...batch_api.stop_rules import REASON_KEY
 from ...request import Cuts, RequestOutput, Usage, Work
 from ..compat.server_types import EngineAnswer, JsonObject
 from .checks.body_checks import MESSAGES_URL, describe_validation_error
 from .checks.value_checks import FieldError
-from .strict_serving import messages_error_type
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ def _error_output(
     if url == MESSAGES_URL:
         # Details of server errors are hidden.
         shown = "Internal server error" if status_code >= 500 else message
-        error = {"type": messages_error_type(status_code), "message": shown}
+        error = {"type": error_type(status_code), "message": shown}
         content = {"type": "error", "error": error}
     else:
         if status_code < 500 and code is None and "context length" in message:

@@ -16,28 +16,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from ...batch_api import message_batches
 from ..compat.server_types import JsonObject
 
 # The log probability of a token that cannot follow. JSON has no infinity, and SGLang's null
 # is not a number. OpenAI shows the least probable tokens with this one.
 IMPOSSIBLE = -9999.0
-# Anthropic's types of errors, by status.
-_ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 _DATA = "data: "
-
-
-def messages_error_type(status_code: int) -> str:
-    """Anthropic's type of an error with this status."""
-    default = "api_error" if status_code >= 500 else "invalid_request_error"
-    return _ERROR_TYPES.get(status_code, default)
 
 
 def make_strict(handler: Any) -> Any:
@@ -150,8 +135,8 @@ class _Messages(_Stock):  # type: ignore[misc]
         self, status_code: int, error_type: str, *args: Any, **kwargs: Any
     ) -> Any:
         # SGLang passes types of its own on, such as BadRequestError.
-        if error_type not in _ERROR_TYPES.values():
-            error_type = messages_error_type(status_code)
+        if error_type not in message_batches.ERROR_TYPES:
+            error_type = message_batches.error_type(status_code)
         return super()._error_response(status_code, error_type, *args, **kwargs)
 
     async def _generate_anthropic_stream(

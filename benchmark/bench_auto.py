@@ -28,7 +28,9 @@ from report import Figure, add_save, finish, print_figures, print_table
 from tqdm import tqdm
 
 from sglang_batch.config import AUTO, OfflineBatchConfig
-from sglang_batch.job.job_planner import MIN_SAMPLED, JobPlanner
+from sglang_batch.job.answer_feedback import AnswerFeedback
+from sglang_batch.job.job_planner import JobPlanner
+from sglang_batch.job.job_shards import JobProgress
 from sglang_batch.planner.costs.bounds import with_law
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.costs.hardware import Parallelism, hardware
@@ -40,7 +42,7 @@ from sglang_batch.planner.output_lengths.estimates import OutputEstimates
 from sglang_batch.planner.plan import Plan, orders_for
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 from sglang_batch.planner.requests import UNKNOWN, Int32s, PlanRequests
-from sglang_batch.planner.simulator.simulator import simulate
+from sglang_batch.planner.simulator.simulator import Simulation, simulate
 from sglang_batch.prediction.models import MODELS
 
 LAWS = (1.0, 1.2, 1.47)
@@ -116,24 +118,57 @@ def measure(shape: Shape) -> tuple[dict[str, float], float, str, float]:
 
 
 def planned(shape: Shape, policy: str) -> Plan:
-    """The plan of a job with its order from the first request to the last."""
-    requests = shape.requests
+    """The last plan of a job, with its order from the first request to the last."""
+    n = len(shape.requests)
     planner = JobPlanner(
-        requests,
-        np.arange(len(requests)),
+        shape.requests,
+        np.arange(n),
         shape.machine,
         OfflineBatchConfig(policy=policy),
     )
-    (first,) = planner.plans()
-    begun = planner.sample
-    if policy == AUTO and planner.num_unknown >= MIN_SAMPLED and not len(begun):
-        # The first answers are waited for.
-        begun = first.plan.scan.requests[: max(MIN_SAMPLED, len(requests) // 100)]
-    last = first
-    if len(begun):
-        planner.observe(begun, shape.true_output_len[begun])
-        (last,) = planner.plans()
-    return replace(last.plan, scan=last.plan.scan.beginning_with(begun))
+    feedback = AnswerFeedback(planner.sample, planner.num_unknown)
+    (last,) = planner.plans()
+    plan = last.plan
+    left = np.ones(n)
+    while planner.num_unknown:
+        run = simulated(shape, plan.scan, plan.estimates)
+        if not answers_until_due(feedback, run, shape.true_output_len, left):
+            break
+        planner.observe(*feedback.pop_answers())
+        begun = np.flatnonzero(left < 1)
+        begun = begun[np.argsort(run.prompt_step[begun], kind="stable")]
+        replica, whole = np.zeros(n, np.int32), True
+        (last,) = planner.plans(JobProgress(replica, left < 1, left.copy(), whole))
+        scan = last.plan.scan.beginning_with(begun)
+        if scan.is_dynamic:
+            # The simulator takes it from its ends from the first step on.
+            run = simulated(shape, scan, last.plan.estimates)
+            scan = Order(run.admission_order).beginning_with(begun)
+        plan = replace(last.plan, scan=scan)
+    return plan
+
+
+def answers_until_due(
+    feedback: AnswerFeedback, run: Simulation, output_len: Int32s, left: np.ndarray
+) -> bool:
+    """Pass on the answers of a run, by its steps, until a new plan is due. False if none is.
+
+    Args:
+        left: float64 ``[n]``, of ``JobProgress``, is changed. What began stays as it is.
+    """
+    n = len(left)
+    steps = np.concatenate([run.prompt_step, run.last_step])
+    for event in np.argsort(steps, kind="stable").tolist():
+        number = event % n
+        if event < n and left[number] == 1.0:
+            left[number] = 0.5
+            feedback.add_started(0, number)
+        elif event >= n and left[number] > 0.0:
+            left[number] = 0.0
+            feedback.add_answer(number, int(output_len[number]))
+            if feedback.is_due:
+                return True
+    return False
 
 
 def seconds(shape: Shape, order: Order, estimates: OutputEstimates) -> float:
@@ -143,8 +178,12 @@ def seconds(shape: Shape, order: Order, estimates: OutputEstimates) -> float:
         estimates: by which requests are admitted. The scheduler learns them under any policy,
             so all runs have the same.
     """
+    return simulated(shape, order, estimates).seconds
+
+
+def simulated(shape: Shape, order: Order, estimates: OutputEstimates) -> Simulation:
     requests = shape.requests
-    run = simulate(
+    return simulate(
         build_prefix_tree(requests.tokens, requests.offsets),
         shape.machine.cost,
         shape.machine.limits,
@@ -154,7 +193,6 @@ def seconds(shape: Shape, order: Order, estimates: OutputEstimates) -> float:
         est_output_len_sq=estimates.est_output_len_sq,
         max_new_tokens=requests.max_new_tokens,
     )
-    return run.seconds
 
 
 def print_worst(rows: list[tuple[Any, ...]], show: int) -> None:

@@ -10,6 +10,7 @@ from builders import make_machine, make_request
 from dispatcher_jobs import plan_requests, planner_of, two_kinds, unknown
 
 from sglang_batch.config import DENSE_ORDERS, POLICIES, OfflineBatchConfig
+from sglang_batch.job import job_planner
 from sglang_batch.job.job_planner import JobPlanner
 from sglang_batch.job.job_shards import JobProgress, ShardPlan
 from sglang_batch.planner.ordering.order import OrderSettings
@@ -152,3 +153,40 @@ def test_requests_that_are_too_large_go_to_replicas_that_are_there() -> None:
     replica_of(plans, 65)
     plans = planner_for(speeds(0.0, 0.0), num_too_large=5).plans()
     assert [len(plan.too_large) for plan in plans] == [3, 2]
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_auto_chooses_again_with_answers_after_the_requests_that_have_begun(
+    monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    chosen: list[tuple[Any, ...]] = []
+    wanted = iter(["lpt", "dual-scan", "dfs"])
+
+    def choose(orders: Any, draws: Any, run: Any, present: str | None) -> str:
+        chosen.append((orders, len(list(draws)), present))
+        return next(wanted)
+
+    monkeypatch.setattr(job_planner, "choose", choose)
+    monkeypatch.setattr(job_planner, "_MOST_DRAWN", 199 if large else 400)
+    n = 200
+    planner = planner_of(unknown(n), "auto")
+    assert planner.plans()[0].plan.policy == "dfs"
+    planner.observe(planner.sample, np.full(len(planner.sample), 5, np.int32))
+    assert planner.plans()[0].plan.policy == "lpt"
+    left = np.ones(n)
+    left[[7, 3, 90]] = 0.0, 0.5, 0.5
+    progress = JobProgress(np.zeros(n, np.int32), left < 1, left, whole=True)
+    # Without answers, nothing is known that was not.
+    assert planner.plans(progress)[0].plan.policy == "lpt"
+    planner.observe(np.array([7]), np.array([40], np.int32))
+    (last,) = planner.plans(progress)
+    if large:
+        assert last.plan.policy == "lpt" and len(chosen) == 1
+        return
+    assert last.plan.policy == "dual-scan"
+    (_, draws, first), (orders, _, present) = chosen
+    assert (draws, first, present) == (2, None, "lpt")
+    for order in orders.values():
+        assert set(order.requests[:3]) == {3, 7, 90}
+        assert not order.is_dynamic
+        assert sorted(order.requests) == list(range(n))

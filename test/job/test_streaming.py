@@ -107,7 +107,8 @@ def test_the_last_plan_is_that_of_the_whole_job(policy: str, known: bool) -> Non
         engine.allow(200)
         await engine.until(lambda: numbers_of(engine)[-1:] == [list(range(200))])
         await settle()
-        (whole,) = planner_of(requests, policy).plans()
+        progress = job._dispatcher.progress(whole=True)
+        (whole,) = planner_of(requests, policy).plans(progress)
         sent = {number_of(each) for each in engine.executed}
         (replica,) = job._dispatcher._replicas
         for queue, side in zip(replica.sides, whole.sides, strict=True):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from ..planner.ordering.order import Order, OrderSettings, by_adapter, families_
 from ..planner.ordering.order_functions import make_order
 from ..planner.output_lengths.estimates import OutputEstimates, OutputLengthEstimator
 from ..planner.output_lengths.sample import choose_sample
-from ..planner.plan import GUESSED_SCALES, Plan, best, orders_for
+from ..planner.plan import GUESSED_SCALES, Plan, choose, orders_for
 from ..planner.prefixes.prefix_tree import build_prefix_tree
 from ..planner.requests import UNKNOWN, Bools, Int32s, Int64s, PlanRequests
 from ..planner.sharding.partition import ShardJob
@@ -34,6 +34,11 @@ from .job_shards import JobProgress, JobShards, ShardPlan
 
 # With fewer requests of unknown length, a sample would be most of the job.
 MIN_SAMPLED = 64
+# ``auto`` simulates a job with so many draws of its output lengths at most, and with fewer if those
+# of a larger job have more requests than this in all. A job that is larger by itself keeps the
+# order that it chose.
+_MOST_DRAWS = 10
+_MOST_DRAWN = 16_384
 
 
 class JobPlanner:
@@ -97,6 +102,11 @@ class JobPlanner:
             self._sample = choose_sample(self.tree, kept, seed=config.seed)
         self._drawn: Int32s | None = None
         self._has_answers = False
+        self._rechooses = len(kept) <= _MOST_DRAWN and not machine.limits.dense
+        self._chosen: str | None = None  # by ``auto``, from all that is observed
+        self._present: str | None = None  # that the requests which run were sent by
+        self._begun = np.zeros(len(kept), np.bool_)
+        self._rank = self.tree.position.copy()  # by the last plan
         self.sample = self._numbers[self._sample]
         self._shards = JobShards(
             self.tree,
@@ -132,6 +142,8 @@ class JobPlanner:
         self._sample = self._sample[:0]
         self._is_sampling = False
         self._has_answers |= bool(ended.any())
+        if self._rechooses:
+            self._chosen = None
 
     def observed_before(
         self, answers: Sequence[tuple[Int64s, Int32s]], sent: Bools
@@ -168,12 +180,16 @@ class JobPlanner:
         if progress is not None or speeds is not None:
             if progress is not None:
                 progress = progress.take(self._numbers)
+                if self._rechooses:
+                    self._begun = progress.left < 1.0
             self._shards.rebalance(estimates, progress, speeds)
         policy = self._policy
         if policy == AUTO and self._is_sampling:
             policy = self._until_sampled
         elif policy == AUTO:
-            policy = self._policy = self._choose(estimates)
+            if self._chosen is None:
+                self._chosen = self._present = self._choose(estimates)
+            policy = self._chosen
         self.policy = policy
         plans = [
             self._plan(shard, policy, estimates, too_large)
@@ -204,6 +220,7 @@ class JobPlanner:
     ) -> ShardPlan:
         own = estimates.take(shard.index)
         order = self._scheduled_order(shard, policy, own)
+        self._rank[shard.index[order.requests]] = np.arange(len(order.requests))
         plan = Plan(policy, order, own, shard.tree)
         return ShardPlan(plan, self._numbers[shard.index], too_large)
 
@@ -216,7 +233,10 @@ class JobPlanner:
         else:
             order = self._order(shard, policy, own)
         if order.is_dynamic and self._from_one_end:
-            order = Order(self._simulate(shard, order, own).admission_order)
+            if self._drawn is None:  # for all shards of a plan
+                self._drawn = self._estimator.draw(self._settings.seed)
+            run = self._simulate(shard, order, own, self._drawn)
+            order = Order(run.admission_order)
         first = np.flatnonzero(np.isin(shard.index, self._sample))
         if len(first):
             # The sample is depth-first.
@@ -249,35 +269,46 @@ class JobPlanner:
         return next(name for name in orders if not POLICY_TABLE[name].by_length)
 
     def _choose(self, estimates: OutputEstimates) -> str:
-        """The policy that is fastest in a simulation of the largest shard. Where most lengths are
-        guesses, that which is good for shorter and longer ones, too."""
+        """The policy that is fastest in simulations of the largest shard, after the requests
+        that have begun."""
         shard = max(self._shards.each, key=lambda shard: len(shard.index))
         own = estimates.take(shard.index)
-        orders = {
-            policy: self._order(shard, policy, own)
-            for policy in orders_for(self._machine)
-        }
-        guessed = 10 * self.num_unknown >= len(self._requests) > 0
+        begun = np.flatnonzero(self._begun[shard.index])
+        begun = begun[np.argsort(self._rank[shard.index[begun]], kind="stable")]
+        drawn = self._estimator.draw(self._settings.seed)
+        orders = {}
+        for policy in orders_for(self._machine):
+            order = self._order(shard, policy, own).beginning_with(begun)
+            if order.is_dynamic and len(begun):
+                # The simulator takes it from its ends from the first step on.
+                run = self._simulate(shard, order, own, drawn)
+                order = Order(run.admission_order).beginning_with(begun)
+            orders[policy] = order
+        return choose(
+            orders,
+            self._draws(),
+            lambda order, drawn: self._simulate(shard, order, own, drawn),
+            self._present,
+        )
+
+    def _draws(self) -> Iterator[Int32s]:
+        """Output lengths of all requests, int32 ``[n]`` each. Where most are guesses, some draws are
+        all shorter or longer."""
+        number = 1
+        if self.num_unknown:
+            number = min(_MOST_DRAWS, max(1, _MOST_DRAWN // len(self._requests)))
+        guessed = 10 * self.num_unknown >= len(self._requests)
         scales = GUESSED_SCALES if guessed and not self._has_answers else (1.0,)
-        draws = []
-        for scale in scales:
-            self._drawn = self._estimator.draw(self._settings.seed, scale)
-            draws.append(
-                {
-                    policy: self._simulate(shard, order, own)
-                    for policy, order in orders.items()
-                }
-            )
-        self._drawn = None
-        return best(*draws)
+        for i in range(number):
+            scale = scales[i % len(scales)]
+            yield self._estimator.draw(self._settings.seed + i, scale)
 
     def _simulate(
-        self, shard: ShardJob, order: Order, own: OutputEstimates
+        self, shard: ShardJob, order: Order, own: OutputEstimates, drawn: Int32s
     ) -> Simulation:
+        """A run with output lengths ``drawn``, int32 by request of the job."""
         capacity = self._machine.limits.kv_capacity_tokens
-        if self._drawn is None:  # for all shards of a plan
-            self._drawn = self._estimator.draw(self._settings.seed)
-        drawn = self._drawn[shard.index]
+        drawn = drawn[shard.index]
         input_len = np.empty(len(drawn), np.int64)
         input_len[shard.tree.order] = shard.tree.input_len
         output_len = np.maximum(np.minimum(drawn, capacity - input_len), 1)

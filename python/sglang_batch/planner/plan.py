@@ -7,15 +7,16 @@
 :class:`Candidates` is a job with everything that is known of it, and its simulated run under
 any policy, for predictions. ``job.job_planner`` makes the plans of a running job.
 
-``auto`` simulates every order with random lengths from the estimates' distribution and
-takes the fastest. Of equally fast ones it takes the first in ``config.ORDERS``. The
+``auto`` simulates every order with draws of random lengths from the estimates' distribution
+and takes the one that loses least, in the mean over the draws. Of equally fast ones it takes
+the first in ``config.ORDERS``. It chooses again as answers arrive. The
 admissions of an order that is taken from both ends depend on the engine, so an engine
 that can only follow an order is sent the admission order of the simulated run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +30,11 @@ from .prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from .requests import Int32s, Int64s, PlanRequests
 from .simulator.simulator import Simulation, simulate
 
-TIE = 0.002
+TIE = 0.001
+# Shares of time: by which another order is better than that of a running job where it takes its
+# place, and by which an order loses in the first draws where it is not simulated with others.
+STAY = 0.01
+HOPELESS = 0.2
 # By which lengths may differ from their estimates while there is no answer.
 GUESSED_SCALES = (1.0, 0.5, 0.25, 2.0, 0.1)
 
@@ -54,20 +59,63 @@ def orders_for(machine: Machine) -> tuple[str, ...]:
     return DENSE_ORDERS if machine.limits.dense else PAGED_ORDERS
 
 
-def best(*draws: Mapping[str, Simulation]) -> str:
-    """The policy that ``auto`` takes: the first of ``ORDERS`` within ``TIE`` of the fastest, as a
-    simulation is no better than its output lengths.
+def choose(
+    orders: Mapping[str, Order],
+    draws: Iterable[Int32s],
+    run: Callable[[Order, Int32s], Simulation],
+    present: str | None = None,
+) -> str:
+    """The policy of :func:`best`. Equal orders are simulated once, and those that lose too much
+    with the first draws not with the others.
 
     Args:
-        draws: the runs of all policies, for each draw of output lengths. With several, the
-            policy is taken that loses least to the fastest of each draw, in the mean.
+        orders: of all policies, the simplest first.
+        draws: output lengths to simulate with, int32 ``[n]`` each.
+        run: simulates an order with output lengths.
+        present: as of :func:`best`.
     """
+    left: dict[str, Order] = {}
+    known: dict[bytes, str] = {}
+    for name, order in orders.items():
+        key = order.requests.tobytes()
+        if order.is_dynamic or known.setdefault(key, name) == name:
+            left[name] = order
+        elif name == present:
+            present = known[key]
+    runs: list[dict[str, Simulation]] = []
+    for lengths in draws:
+        runs.append({name: run(order, lengths) for name, order in left.items()})
+        loss = losses(*({name: each[name] for name in left} for each in runs))
+        least = min(loss.values()) + HOPELESS
+        left = {x: left[x] for x in left if loss[x] <= least or x == present}
+    return best(
+        *({name: each[name] for name in left} for each in runs), present=present
+    )
+
+
+def losses(*draws: Mapping[str, Simulation]) -> dict[str, float]:
+    """The share of time that each policy loses to the fastest of each draw, in the mean."""
     loss = dict.fromkeys(draws[0], 0.0)
     for runs in draws:
         fastest = min(run.seconds for run in runs.values())
         for name, run in runs.items():
             if fastest:
                 loss[name] += (run.seconds / fastest - 1.0) / len(draws)
+    return loss
+
+
+def best(*draws: Mapping[str, Simulation], present: str | None = None) -> str:
+    """The policy that ``auto`` takes: the first of ``ORDERS`` within ``TIE`` of the fastest, as a
+    simulation is no better than its output lengths.
+
+    Args:
+        draws: the runs of all policies, for each draw of output lengths. With several, the
+            policy is taken that loses least to the fastest of each draw, in the mean.
+        present: the policy by which the job runs. It stays unless another gains ``STAY``.
+    """
+    loss = losses(*draws)
+    if present in loss and loss[present] <= min(loss.values()) + STAY:
+        return present
     least = min(loss.values()) + TIE
     return next(name for name in ORDERS if name in loss and loss[name] <= least)
 

@@ -59,6 +59,8 @@ class Simulation:
         - ``cached_tokens`` + ``recomputed_tokens``.
     mean_kv_share: KV in use over the capacity, as the mean over steps.
     admission_order: int64 ``[n]``, requests in the order of their admission.
+    prompt_step, last_step: int64 ``[n]`` by request, the steps that completed its prompt and
+        its answer.
     parked: times that a row left in a switch of batches, and came back.
     num_batches, mixed_steps: batches of similar length that were formed, and steps in which
         rows of more than one of them ran.
@@ -80,6 +82,8 @@ class Simulation:
     peak_kv_tokens: int
     mean_kv_share: float
     admission_order: Int64s
+    prompt_step: Int64s
+    last_step: Int64s
     samples: Floats
     parked: int = 0
     num_batches: int = 0
@@ -310,6 +314,8 @@ def _result(
     state, batches = sim.state, row_lengths.batches.state[0]
     num_steps = int(state["step"] - state["idle"]) - 1
     held = state["kv_steps"] / max(1, num_steps)
+    begin = sim.requests["begin"]
+    end = begin + sim.requests["decode_steps"] - sim.requests["generated"]
     return Simulation(
         seconds=float(state["seconds"]),
         num_steps=num_steps + int(state["apart"]),
@@ -324,6 +330,8 @@ def _result(
         peak_kv_tokens=int(state["peak_kv"]),
         mean_kv_share=float(held / limits.kv_capacity_tokens),
         admission_order=tree.order[sim.places["admitted"]],
+        prompt_step=begin[tree.position],
+        last_step=end[tree.position],
         samples=samples[:, : -(-num_steps // stride)],
         parked=int(state["parked"]),
         num_batches=int(batches["num_batches"]),

@@ -295,7 +295,6 @@ class OutputLengthEstimator:
 
         It is an observed answer of the request's stratum, scaled to the request's estimate. Without
         any answers, lengths are exponentially distributed, as the default second moment assumes.
-        A request that runs gets more than it has.
 
         Args:
             scale: by which lengths that are not known differ from their estimates.
@@ -310,8 +309,7 @@ class OutputLengthEstimator:
             count = fit.begin[fit.stratum + 1] - begin
             picked = begin + (rng.random(n) * count).astype(np.int64)
             drawn = fit.length[picked] * fit.scale
-        drawn = np.maximum(np.rint(scale * drawn), self._so_far + 1.0)
-        drawn = np.minimum(drawn, self._cap)
+        drawn = np.minimum(np.maximum(np.rint(scale * drawn), 1.0), self._cap)
         drawn = np.where(self._exact == UNKNOWN, drawn, self._exact)
         return self._by_request(drawn).astype(np.int32)
 

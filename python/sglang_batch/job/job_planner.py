@@ -275,15 +275,19 @@ class JobPlanner:
         own = estimates.take(shard.index)
         begun = np.flatnonzero(self._begun[shard.index])
         begun = begun[np.argsort(self._rank[shard.index[begun]], kind="stable")]
-        drawn = self._estimator.draw(self._settings.seed)
-        orders = {}
-        for policy in orders_for(self._machine):
-            order = self._order(shard, policy, own).beginning_with(begun)
-            if order.is_dynamic and len(begun):
-                # The simulator takes it from its ends from the first step on.
-                run = self._simulate(shard, order, own, drawn)
-                order = Order(run.admission_order).beginning_with(begun)
-            orders[policy] = order
+        orders = {
+            policy: self._order(shard, policy, own)
+            for policy in orders_for(self._machine)
+        }
+        if len(begun):
+            drawn = self._estimator.draw(self._settings.seed)
+            for policy, order in orders.items():
+                order = order.beginning_with(begun)
+                if order.is_dynamic:
+                    # The simulator takes it from its ends from the first step on.
+                    run = self._simulate(shard, order, own, drawn)
+                    order = Order(run.admission_order).beginning_with(begun)
+                orders[policy] = order
         return choose(
             orders,
             self._draws(),

@@ -30,6 +30,7 @@ from ..planner.costs.step_costs import step_costs
 from ..planner.machine_model import EngineLimits, Machine, second_pool
 from ..planner.ordering.order import OrderSettings
 from ..planner.requests import Int32s, PlanRequests
+from ..run.progress import aligned
 from ..store.measured_costs import UNMEASURED, kept_row_shares
 from .report import rate_text, significant, time_text
 
@@ -342,14 +343,7 @@ def _listed(outlooks: Sequence[Outlook]) -> list[Outlook]:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    if not rows:
-        return ["  none"]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  "
-        + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    return [f"  {line}" for line in aligned(rows).split("\n")] if rows else ["  none"]
 
 
 def choose(

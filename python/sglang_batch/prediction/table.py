@@ -13,6 +13,7 @@ from tqdm import tqdm
 from ..config import ORDERS, POLICY_TABLE
 from ..errors import ConfigError, ExitStatus, InputError
 from ..planner.simulator.simulator import Simulation
+from ..run.progress import aligned
 from ..scheduling.step_record import read_steps
 from .report import LeftOut, Measured, Report, rate_text, time_text, time_unit
 
@@ -173,7 +174,7 @@ def _policies(report: Report) -> str:
     slowest = max(run.simulation.seconds for run in f.runs.values())
     unit = time_unit(slowest)
     header = (
-        "policy", f"time ({unit.name})", "tokens/s", "cache hits", "of possible", "steps",
+        "  policy", f"time ({unit.name})", "tokens/s", "cache hits", "of possible", "steps",
         "retractions", "of bound", "tail", *(["cost"] * (report.gpu_price is not None)),
     )  # fmt: skip
     lines = [header]
@@ -194,7 +195,7 @@ def _policies(report: Report) -> str:
                 *([f"${run['dollars']:,.4f}"] if "dollars" in run else []),
             )
         )
-    return "Predicted, fastest first\n" + _table(lines)
+    return "Predicted, fastest first\n" + aligned(lines, "<" + ">" * (len(header) - 1))
 
 
 def _conclusion(report: Report) -> str:
@@ -232,20 +233,6 @@ def _compared(ratio: float, name: str) -> str:
 def _section(title: str, rows: list[Row]) -> str:
     lines = [f"  {name:<{_LABEL_WIDTH}}{value}".rstrip() for name, value in rows]
     return "\n".join([title, *lines])
-
-
-def _table(lines: Sequence[tuple[str, ...]]) -> str:
-    """Rows under a header, the first column left-aligned, the others right-aligned."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    header = ("  " + lines[0][0], *lines[0][1:])
-    return "\n".join(
-        f"{line[0]:<{widths[0]}}"
-        + "".join(
-            f"  {cell:>{width}}"
-            for cell, width in zip(line[1:], widths[1:], strict=True)
-        )
-        for line in [header, *lines[1:]]
-    )
 
 
 def _number(value: float) -> str:

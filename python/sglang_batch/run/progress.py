@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TextIO
@@ -121,6 +121,23 @@ class Display:
         self._last = time.monotonic()
         self._stream.write(text)
         self._stream.flush()
+
+
+def aligned(rows: Sequence[Sequence[str]], sides: str = "") -> str:
+    """Rows of a table with columns of equal width.
+
+    Args:
+        sides: ``<`` or ``>`` for each column. All are at the left by default.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = list(zip(sides or "<" * len(widths), widths, strict=True))
+    return "\n".join(
+        "  ".join(
+            f"{cell:{side}{width}}"
+            for cell, (side, width) in zip(row, columns, strict=True)
+        ).rstrip()
+        for row in rows
+    )
 
 
 def elapsed(title: str) -> Callable[[], str]:

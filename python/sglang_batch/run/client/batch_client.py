@@ -20,7 +20,7 @@ from ...batch_api import protocol as api
 from ...batch_api.objects import computed_usage
 from ...errors import ConfigError, ExitStatus, ServerError, SGLangBatchError
 from ...server.progress import cached_percent, duration
-from ..progress import Display
+from ..progress import Display, aligned
 
 _TIMEOUT = httpx.Timeout(60.0, connect=5.0)
 _UPLOAD_TIMEOUT = httpx.Timeout(600.0, connect=5.0)
@@ -222,23 +222,6 @@ def batches_table(batches: Sequence[Batch]) -> str:
             )
         )
     return aligned(rows)
-
-
-def aligned(rows: Sequence[Sequence[str]], sides: str = "") -> str:
-    """Rows of a table with columns of equal width.
-
-    Args:
-        sides: ``<`` or ``>`` for each column. All are at the left by default.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    columns = list(zip(sides or "<" * len(widths), widths, strict=True))
-    return "\n".join(
-        "  ".join(
-            f"{cell:{side}{width}}"
-            for cell, (side, width) in zip(row, columns, strict=True)
-        ).rstrip()
-        for row in rows
-    )
 
 
 def first_errors(batch: Batch) -> list[str]:

@@ -8,7 +8,8 @@ from typing import Any
 from urllib.parse import quote
 
 from ...errors import ConfigError
-from .batch_client import BatchClient, Shown, aligned, short_time
+from ..progress import aligned
+from .batch_client import BatchClient, Shown, short_time
 from .client_options import NO_LIMIT
 
 KEYS, LIMITS, USAGE = (f"/offline_batch/{n}" for n in ("keys", "limits", "usage"))

@@ -4,10 +4,10 @@
     python benchmark/bench_auto.py --jobs 40 --seed 7  fewer, others
     python benchmark/bench_auto.py --show 10           and the worst ten
 
-Llama-3-8B on an A100, simulated as SGLang with the offline scheduler. Each order runs with
-the sample that it begins with, and is made from the answers to it: as a job of that policy
-does. `auto` learns from its sample too; without one it follows `dfs` until as many answers are
-there as the scheduler waits for, and orders the rest. The true lengths are seen by no order.
+Llama-3-8B on an A100, simulated as SGLang with the offline scheduler. Each order runs as a job of
+that policy: it begins with its sample, and the rest is planned anew from the answers that have
+come whenever the job would do so. `auto` follows `dfs` until then. The true lengths are seen by
+no order.
 
 The families are few-shot prompts, questions on documents, conversations, rows of tables,
 evaluations, groups of samples, agents and prompts that share nothing, of 30 to 10,000

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_batch.cli import main
+from sglang_batch.__main__ import main
 from sglang_batch.run import demo_model
 
 

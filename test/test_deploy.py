@@ -24,7 +24,7 @@ import pytest
 import yaml
 from fastapi import FastAPI
 
-from sglang_batch.cli import _parser
+from sglang_batch.__main__ import _parser
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import ConfigError
 from sglang_batch.run.fleet_options import WorkerOptions, engine_options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_batch.cli import main
+from sglang_batch.__main__ import main
 
 
 @pytest.mark.parametrize("number", ["\u0663", "\uff13", "\u00b2", "1\u0660"])

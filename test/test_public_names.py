@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import sglang_batch
-from sglang_batch import cli
+from sglang_batch import __main__ as cli
 from sglang_batch.config import RENAMED_SETTINGS, OfflineBatchConfig
 from sglang_batch.run.summary import EngineWork, Summary
 from sglang_batch.server.http.openapi import BatchObject, EngineState, ReplicaTree

@@ -39,7 +39,6 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("srt",),
         ("run",),
         ("prediction", "lang", "upgrade"),
-        ("cli",),
         ("__main__",),
     ),
     "sglang_batch.planner": (
@@ -88,12 +87,11 @@ LAZY = {"run.demo_model": {"torch", "transformers", "tokenizers"}}
 ENTRIES = {
     "sglang_batch",
     "sglang_batch.__main__",
-    "sglang_batch.cli",
     "sglang_batch.lang",
     "sglang_batch.rollout.slime_generate",
     "sglang_batch.srt.plugin.hooks",
     "sglang_batch.srt.plugin.platform",
-    "sglang_batch.upgrade.__main__",
+    "sglang_batch.upgrade",
 }
 
 

@@ -111,7 +111,7 @@ def _check_tests(arguments: list[str]) -> None:
 
 
 def _check_product(arguments: list[str]) -> None:
-    from sglang_batch.cli import _parser
+    from sglang_batch.__main__ import _parser
 
     options, rest = _parser().parse_known_args(arguments)
     print(f"{options.command}, options of SGLang: {' '.join(rest) or 'none'}")

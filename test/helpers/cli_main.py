@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_batch.cli import command
+from sglang_batch.__main__ import command
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from sglang_batch.cli import command
+from sglang_batch.__main__ import command
 from sglang_batch.prediction.calibration import calibrate_command
 
 PAUSE_S = 0.05  # ten steps of the demo model

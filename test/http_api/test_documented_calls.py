@@ -32,8 +32,8 @@ from prometheus_client import CollectorRegistry
 from route_server import Server, serving
 from wave_server import WaveServer
 
+from sglang_batch.__main__ import main
 from sglang_batch.batch_api.protocol import ENDPOINTS
-from sglang_batch.cli import main
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.run import run_options
 from sglang_batch.run.client import client_options

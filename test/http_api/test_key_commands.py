@@ -12,7 +12,7 @@ import pytest
 from builders import make_lines
 from route_server import Server, serving
 
-from sglang_batch.cli import main
+from sglang_batch.__main__ import main
 
 Keys = Callable[..., tuple[int, str, str]]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from input_files import contents_of, lines_of, staged
 
-from sglang_batch.cli import _parser
+from sglang_batch.__main__ import _parser
 from sglang_batch.errors import ConfigError
 from sglang_batch.inputs import field_sample
 from sglang_batch.inputs.field_sample import FieldSample

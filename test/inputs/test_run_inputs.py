@@ -21,7 +21,7 @@ from input_files import batch_lines, packed
 from web_server import WebFiles
 
 import sglang_batch.srt.engine
-from sglang_batch.cli import main
+from sglang_batch.__main__ import main
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_LINES_FAILED = 1, 2, 3
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_batch.cli import main
+from sglang_batch.__main__ import main
 
 JOB = ("--groups", "500,100,4,120", "--num-requests", "400", "--model", "llama-3.1-70b")
 CHOOSE = ("simulate", *JOB, "--choose")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_batch.cli import main
+from sglang_batch.__main__ import main
 from sglang_batch.store.measured_costs import KeptRowShare, RowShareKey, keep_row_share
 
 GROUPS = ("--groups", "300,40,6,12", "--num-requests", "60", "--policies", "dfs")

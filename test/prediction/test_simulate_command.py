@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from sglang_batch.cli import main
+from sglang_batch.__main__ import main
 from sglang_batch.config import ORDERS, POLICIES
 from sglang_batch.planner.costs.model_spec import ModelSpec
 from sglang_batch.prediction.models import MODELS

@@ -13,7 +13,7 @@ import pyarrow
 import pytest
 from pyarrow import feather, parquet
 
-from sglang_batch.cli import main
+from sglang_batch.__main__ import main
 from sglang_batch.errors import ConfigError, InputError
 from sglang_batch.inputs.job_input import JobInput, input_sources
 from sglang_batch.inputs.template import Template

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_batch.cli import main
+from sglang_batch.__main__ import main
 from sglang_batch.errors import ConfigError
 from sglang_batch.run.backend_options import check_remote_code, transformers_options
 

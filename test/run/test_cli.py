@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import sglang_batch
-from sglang_batch.cli import _parser, main
+from sglang_batch.__main__ import _parser, main
 from sglang_batch.errors import InputError, StoreError
 from sglang_batch.request import Usage
 from sglang_batch.run.job_directory import JobDirectory, JobRecord
@@ -244,8 +244,8 @@ def test_a_folder_with_other_things_is_not_overwritten_by_the_demo_model(
 
 # Options that mean something else than SGLang's, and those that we add to SGLang's.
 OWN_MEANING = {
-    ("cli.py", "--context-length"),
-    ("cli.py", "--offline-batch-dir"),
+    ("__main__.py", "--context-length"),
+    ("__main__.py", "--offline-batch-dir"),
     ("client_options.py", "--api-key"),
     ("client_options.py", "--model"),
     ("options.py", "--model"),

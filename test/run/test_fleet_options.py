@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_batch import cli
+from sglang_batch import __main__ as cli
 
 REQUEST = '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}\n'
 
@@ -82,7 +82,7 @@ def test_without_ray_the_extra_is_named(
 @pytest.mark.slow
 def test_nothing_of_ray_is_imported_by_all_else() -> None:
     modules = (
-        "sglang_batch.cli, sglang_batch.run.run_command, sglang_batch.run.running_job, "
+        "sglang_batch.__main__, sglang_batch.run.run_command, sglang_batch.run.running_job, "
         "sglang_batch.run.fleet_options, sglang_batch.fleet.fleet_engine, "
         "sglang_batch.fleet.http_fleet, sglang_batch.server.service, "
         "sglang_batch.server.http.all_routes, sglang_batch.fleet.ray.ray_cluster"

@@ -19,7 +19,7 @@ from sglang_batch.store.files import FileLock
 # Runs each list of arguments, and prints the statuses and what was said.
 PROGRAM = """\
 import contextlib, io, json, sys
-from sglang_batch.cli import main
+from sglang_batch.__main__ import main
 found = []
 for arguments in json.loads(sys.argv[1]):
     said = io.StringIO()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_batch.cli import main
+from sglang_batch.__main__ import main
 from sglang_batch.errors import ConfigError
 from sglang_batch.run.vllm_flags import VLLM_FLAGS, FlagUse, sglang_argv
 from sglang_batch.srt.compat.command_line import OPTIONS, check_arguments

@@ -26,8 +26,8 @@ from builders import PATIENCE_S, ids_of, make_lines, run
 from example_counts import SHARE
 from fake_engine import FakeEngine
 
+from sglang_batch.__main__ import main
 from sglang_batch.batch_api import protocol as api
-from sglang_batch.cli import main
 from sglang_batch.errors import ConfigError, InputError
 from sglang_batch.server.service import BatchService
 from sglang_batch.store.backup import restore_backup, write_backup

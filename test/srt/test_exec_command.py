@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from sglang_batch import cli
+from sglang_batch import __main__ as cli
 
 
 def test_a_module_runs_with_plugins_and_its_own_arguments(

@@ -31,7 +31,7 @@ import forked_children
 import preloaded
 import pytest
 
-from sglang_batch.cli import main
+from sglang_batch.__main__ import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "quickstart.md"
 BLOCK = re.compile(r"^<!-- (file|run)(?:: (.+?))? -->\n```\w+\n(.*?)^```$", re.M | re.S)

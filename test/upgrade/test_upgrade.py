@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from sglang_batch import upgrade
 from sglang_batch.errors import ConfigError, ServerError, UnsupportedSGLang
 from sglang_batch.srt.compat import private_api, sglang_release
 from sglang_batch.srt.compat.private_api import (
@@ -23,8 +24,7 @@ from sglang_batch.srt.compat.sglang_release import (
     fetch_release,
     installed_release,
 )
-from sglang_batch.upgrade import __main__ as upgrade
-from sglang_batch.upgrade.__main__ import Difference, compare, report
+from sglang_batch.upgrade import Difference, compare, report
 
 OLD = """
 from .base import Base
@@ -300,7 +300,7 @@ def test_few_functions_are_private() -> None:
 @pytest.mark.slow
 def test_nothing_is_imported() -> None:
     program = (
-        "import sys; from sglang_batch.upgrade.__main__ import compare;"
+        "import sys; from sglang_batch.upgrade import compare;"
         "from sglang_batch.srt.compat import private_api as p, sglang_release as r;"
         "i = r.installed_release(); list(compare(p.PRIVATE_API, i, i));"
         "print('sglang' in sys.modules)"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from builders import CHAT, MODEL, make_file
 
-from sglang_batch.cli import main
+from sglang_batch.__main__ import main
 
 # Importing SGLang warns of missing accelerators. Import it once, before warnings become
 # errors.

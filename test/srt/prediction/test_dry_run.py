@@ -11,7 +11,7 @@ from builders import MODEL, make_file
 from input_files import batch_lines, packed
 from plan_command import MAX_TOKENS_IS_USED
 
-from sglang_batch.cli import main
+from sglang_batch.__main__ import main
 
 pytestmark = MAX_TOKENS_IS_USED
 BODY = '{"messages": [{"role": "user", "content": "{{question}}"}], "max_tokens": 8}'

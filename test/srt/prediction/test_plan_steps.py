@@ -10,7 +10,7 @@ import pytest
 from builders import make_body
 from plan_command import MAX_TOKENS_IS_USED, is_picture, line, write
 
-from sglang_batch.cli import main
+from sglang_batch.__main__ import main
 from sglang_batch.scheduling.step_record import COLUMNS, StepLog, StepRecord
 
 pytestmark = MAX_TOKENS_IS_USED

@@ -24,6 +24,7 @@ from .sglang_release import Release, installed_release, without_self
 logger = logging.getLogger(__name__)
 
 # The SGLang release that this package extends.
+COMPARE = "sglang_batch.upgrade"
 SUPPORTED_VERSION = "0.5.23"
 LIST = Path(__file__).with_name("private_api.json")
 PRIVATE, CALL, INTERFACE, FOLLOWED = "private", "call", "interface", "followed"
@@ -128,7 +129,8 @@ def check_version() -> None:
         raise UnsupportedSGLang(
             f"--offline-batch: sglang-batch {__version__} extends sglang "
             f"{SUPPORTED_VERSION}, but sglang {installed} is installed; "
-            f"run `pip install sglang=={SUPPORTED_VERSION}` or remove the flag."
+            f"run `pip install sglang=={SUPPORTED_VERSION}` or remove the flag. "
+            f"`python -m {COMPARE} --against {installed}` tells the differences."
         )
 
 

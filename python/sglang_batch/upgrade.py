@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..errors import SGLangBatchError, UnsupportedSGLang
-from ..run.option_types import add_arguments
+from .errors import SGLangBatchError, UnsupportedSGLang
+from .run.option_types import add_arguments
 
 if TYPE_CHECKING:
-    from ..srt.compat.private_api import PrivateApi
-    from ..srt.compat.sglang_release import Definition, Release
+    from .srt.compat.private_api import PrivateApi
+    from .srt.compat.sglang_release import Definition, Release
 
 TROUBLE = 2
 KINDS = GONE, MOVED, SIGNATURE, BODY = "gone", "moved", "new signature", "changed body"
@@ -92,8 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _compare(asked: str | None, folder: Path) -> int:
     """Compare with the release ``asked``, or record the supported one without it."""
-    from ..srt.compat import private_api
-    from ..srt.compat.sglang_release import fetch_release, installed_release
+    from .srt.compat import private_api
+    from .srt.compat.sglang_release import fetch_release, installed_release
 
     version, api = private_api.SUPPORTED_VERSION, private_api.PRIVATE_API
     theirs = None if asked is None else fetch_release(asked, folder / "theirs")

@@ -1,1 +1,0 @@
-"""Compares the private functions of SGLang that we use with another release."""

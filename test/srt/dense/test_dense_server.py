@@ -6,7 +6,6 @@ import asyncio
 import json
 import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -129,26 +128,11 @@ def test_programs_run_in_waves(dense_server: Server) -> None:
         assert state["verdict"] in ("yes", "no")
 
 
-def test_it_drains_at_sigterm(dense_server: Server) -> None:
-    """The call that runs is answered, a new one is refused, and then it ends."""
-    body = {
-        "text": "once",
-        "sampling_params": {"max_new_tokens": 200, "ignore_eos": True},
-    }
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(generate, dense_server, **body)
-        while not httpx.get(f"{dense_server.url}/server_info").json()[
-            "internal_states"
-        ][0]["requests"]:
-            pass
-        dense_server.process.send_signal(signal.SIGTERM)
-        while not httpx.get(f"{dense_server.url}/draining").json()["draining"]:
-            pass
-        refused = httpx.post(f"{dense_server.url}/generate", json=body)
-        assert (refused.status_code, refused.headers["Retry-After"]) == (503, "5")
-        assert httpx.get(f"{dense_server.url}/ready").status_code == 503
-        assert httpx.get(f"{dense_server.url}/live").status_code == 200
-        assert running.result()["meta_info"]["completion_tokens"] == 200
+def test_it_ends_at_sigterm(dense_server: Server) -> None:
+    for path in ("/live", "/ready"):
+        assert httpx.get(f"{dense_server.url}{path}", timeout=30).is_success, path
+    dense_server.process.send_signal(signal.SIGTERM)
+    # As SGLang's server ends, once no request runs.
     assert dense_server.process.wait(timeout=60) == 0
     assert "Traceback" not in dense_server.log
 

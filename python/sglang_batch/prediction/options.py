@@ -324,12 +324,20 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_choice(options: argparse.Namespace) -> None:
-    """Refuse options that only ``--choose`` has a use for.
+def check_choice(options: argparse.Namespace, others: Sequence[str] = ()) -> None:
+    """Refuse options that only ``--choose`` has a use for, and several devices.
+
+    ``others`` are the arguments that are no options of ours.
 
     Raises:
         ConfigError: there is one.
     """
+    if options.hardware and others and not others[0].startswith("-"):
+        several = f"{options.hardware} {others[0]}"
+        raise ConfigError(
+            f"--hardware {several}: it takes one device. Compare several with --choose "
+            f"--fleet {several}."
+        )
     if options.choose:
         if options.hardware is not None and options.fleet:
             raise ConfigError("--fleet replaces --hardware: give one of them.")

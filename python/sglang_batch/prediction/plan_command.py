@@ -29,7 +29,7 @@ from ..planner.output_lengths.estimates import prior_output_len
 from ..planner.prefixes.prefix_tree import build_prefix_tree
 from ..planner.requests import UNKNOWN, Int64s, PlanRequests
 from ..request import BatchRequestInput
-from ..run.backend_options import known_arguments, served_name
+from ..run.backend_options import known_arguments
 from ..run.model_place import check_model
 from ..run.prepare import checked_requests
 from ..run.run_options import command_line, job_input
@@ -52,7 +52,7 @@ def plan(options: argparse.Namespace, server_argv: list[str]) -> int:
         ConfigError: an option cannot be used.
     """
     check_plot(options.plot)
-    check_choice(options)
+    check_choice(options, server_argv)
     steps = None if options.steps is None else read_measured(options.steps)
     if options.input_file is None and options.model_path is None and steps is not None:
         if server_argv:
@@ -87,8 +87,8 @@ def _plan_input(
     given = known_arguments("sglang", server_argv)
     _check_spread(given)
     check_model(given)
-    model, skip = served_name(given), options.skip_invalid
-    file = checked_requests(local, model, skip_invalid=skip)
+    skip = options.skip_invalid
+    file = checked_requests(local, given, skip_invalid=skip)
     servers = boxes(options, "cpu") if options.choose else []
     device, note = (servers[0].hardware, "") if servers else chosen_device(options)
     from ..srt.engine import in_process, machine
@@ -135,7 +135,7 @@ def _plan_input(
         if own_order is not None:
             own_tokens = _unique_tokens(
                 LocalInput(own_order, local.title, local.parts),
-                model, skip, renderer, directory,
+                given, skip, renderer, directory,
             )  # fmt: skip
         counted = count(None, None)
         planned = make_machine(options, counted, device)
@@ -150,13 +150,13 @@ def _plan_input(
 
 def _unique_tokens(
     local: LocalInput,
-    model: str,
+    given: argparse.Namespace,
     skip_invalid: bool,
     renderer: Renderer,
     directory: Path,
 ) -> int:
     """Prompt tokens of a file that are computed if each prefix is computed once."""
-    file = checked_requests(local, model, skip_invalid=skip_invalid)
+    file = checked_requests(local, given, skip_invalid=skip_invalid)
     with file.closing(), TokenSpool(directory / "own_tokens.i32") as spool:
         requests = asyncio.run(render_file(file, renderer, spool, "off")).requests
         return build_prefix_tree(requests.tokens, requests.offsets).num_unique_tokens

@@ -24,7 +24,7 @@ _SHARED = (
 # Options that are looked at before the engine starts.
 _KNOWN = (
     *("model_path", "tokenizer_path", "served_model_name", "revision", "nnodes"),
-    "offline_batch_config",
+    *("offline_batch_config", "grammar_backend"),
 )
 SSL_OPTIONS = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_keyfile_password")
 # Why a fleet of servers takes no other options.

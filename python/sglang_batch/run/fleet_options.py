@@ -138,8 +138,9 @@ class WorkerOptions(EngineOptions):
         config = parser.known(self.argv, OPTIONS_OF_WORKERS).offline_batch_config
         model = served_model(self.urls, self.api_key)
         return argparse.Namespace(
-            model_path=model, served_model_name=model, offline_batch_config=config
-        )
+            model_path=model, served_model_name=model, offline_batch_config=config,
+            grammar_backend=None,  # the servers' own
+        )  # fmt: skip
 
     def check_settings(self, config: OfflineBatchConfig) -> None:
         if config.answer_cache is not None:

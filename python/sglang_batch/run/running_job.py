@@ -20,7 +20,7 @@ from ..batch_api.equal_requests import EqualRequests, find_equal
 from ..batch_api.jsonl import BatchFile
 from ..batch_api.lines import invalid_line, result_line, unrun_line
 from ..batch_api.stop_rules import with_stop_rules
-from ..errors import SGLangBatchError, StoreError
+from ..errors import SGLangBatchError, StoreError, StoreWriteError
 from ..fleet.fleet_engine import FleetEngine
 from ..fleet.fleet_worker import WorkerState
 from ..inputs.local_input import LocalInput
@@ -139,6 +139,8 @@ class RunningJob:
             compiling = _in_background(partial(compile_planner, self._config))
             equal = _in_background(partial(find_equal, requests, todo, dedupe))
             return self._run(compiling, equal)
+        except StoreWriteError as error:
+            raise StoreWriteError(f"{error}. {self._room()}") from error
         except SGLangBatchError:
             raise
         except Exception as error:
@@ -146,6 +148,16 @@ class RunningJob:
             if self._started:
                 raise
             raise self._failure(error) from error
+
+    def _room(self) -> str:
+        """The answers that a full disk has left, and the space that the others take."""
+        log = self._log
+        each = log.path.stat().st_size / max(1, log.num_done)
+        need = max(1.0, 2 * each * (len(log) - log.num_done) / 1e6)  # log, then output
+        return (
+            f"{log.num_done:,} of {len(log):,} answers are kept. Free about {need:,.0f} MB, "
+            "and the same command continues."
+        )
 
     def _run(
         self, compiling: Future[None], equal: Future[EqualRequests]

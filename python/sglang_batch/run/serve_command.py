@@ -134,6 +134,10 @@ def check_server(known: argparse.Namespace) -> None:
     if not vars(known):  # the port and the directory may be in a file (--config)
         return
     check_model(known)
+    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
+        if (file := getattr(known, name, None)) and not Path(file).is_file():
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} {file}: there is no such file.")
     host = getattr(known, "host", DEFAULT_HOST)
     _check_port(host, getattr(known, "port", DEFAULT_PORT))
     _check_directory(_batch_directory(known))

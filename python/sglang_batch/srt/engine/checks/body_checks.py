@@ -8,12 +8,15 @@ second, and a file can be checked in full before SGLang is imported.
 
 from __future__ import annotations
 
-import importlib.util
+import difflib
+import json
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import cache, partial
+from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -25,16 +28,18 @@ from ....batch_api.protocol import TRANSCRIPTIONS_URL
 from ...compat.server_types import JsonObject
 from ..transcriptions import TranscriptionBody
 from . import value_checks as checks
+from .grammar_checks import check_grammars, empty_package
 from .pattern_checks import TOKEN_LIMITS, check_literal
 from .stop_rule_checks import take_rules
 from .value_checks import FieldError, Rule
 
 MESSAGES_URL = "/v1/messages"
 _OTHER_MAX_TOKENS = ("max_completion_tokens", "max_output_tokens")
-_PACKAGE = "sglang"
-# Optional for the request classes, and imports torch. Without it, a structural tag is
-# checked by the engine only.
-_SLOW_MODULE = "xgrammar"
+# Packages whose modules the request classes import, and which import torch.
+_SLOW_PACKAGES = ("sglang", "xgrammar")
+_PROMPTS = frozenset({"messages", "prompt", "input"})
+# The other fields of the last body without errors: those of the next are mostly the same.
+_last_sound: list[tuple[str, bool, str]] = []
 _Parsed = TypeVar("_Parsed", bound=BaseModel)
 # Fields that tell which member of a union a value is.
 _TAGS = ("role", "type")
@@ -145,10 +150,13 @@ def _places(value: Any, loc: tuple[int | str, ...]) -> list[int | str]:
     return found if value is None else []
 
 
-def body_errors(url: str, body: bytes) -> list[tuple[str, str | None]]:
+def body_errors(
+    url: str, body: bytes, *, compiles: bool = False
+) -> list[tuple[str, str | None]]:
     """The errors of a body, each as (message, param): the first of each field.
 
     A body need not name a model. Where it must, the checks of lines find that.
+    ``compiles`` says whether the engine will compile grammars with xgrammar.
     """
     try:
         value = parse_body(body)
@@ -174,7 +182,17 @@ def body_errors(url: str, body: bytes) -> list[tuple[str, str | None]]:
     try:
         # SGLang chooses a parser of tool calls for some models, once it is imported.
         check_parsed(url, parsed, tool_call_parser="unknown")
+        others = {name: each for name, each in value.items() if name not in _PROMPTS}
+        key = (url, compiles, json.dumps(others))
+        if not found and _last_sound != [key]:
+            _check_names(parsed, value)
+            if getattr(parsed, "messages", None) == []:
+                raise FieldError("messages", "there are none")
+            if url in _OPENAI[:2]:
+                check_grammars(_sampling_of(parsed), compiles)
+            _last_sound[:] = [key]
     except FieldError as error:
+        error = error.as_sent(value)
         found.setdefault(error.param, str(error))
     return [(message, param) for param, message in found.items()]
 
@@ -187,7 +205,39 @@ def _numbers() -> dict[str, Rule]:
         for name, rule in checks.SAMPLING_FIELDS.items()
         if isinstance(rule, kinds)
     }
+    numbers["top_logprobs"] = checks.Whole()  # the vocabulary is not known here
     return numbers | dict.fromkeys(_OTHER_MAX_TOKENS, numbers["max_tokens"])
+
+
+def _check_names(parsed: BaseModel, body: JsonObject) -> None:
+    """Refuse fields that SGLang would not look at, where it is plain what was meant."""
+    known = type(parsed).model_fields
+    names = {*known, *(field.alias for field in known.values() if field.alias)}
+    for name in body.keys() - names:
+        close = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.85)
+        if meant := checks.OPENAI_NAMES.get(name) or "".join(close):
+            problem = f"there is no such field. Did you mean {meant!r}?"
+            raise FieldError(name, problem)
+    if getattr(parsed, "top_logprobs", None) and not getattr(parsed, "logprobs", True):
+        raise FieldError("top_logprobs", "it has no effect without logprobs: true")
+
+
+def _sampling_of(parsed: Any) -> dict[str, Any]:
+    """The sampling parameters that SGLang's serving class makes of a body, by its names."""
+    form = parsed.response_format
+    if getattr(form, "type", "") == "json_schema" and (
+        form.json_schema is None or form.json_schema.schema_ is None
+    ):
+        problem = "it has no schema, which belongs in json_schema.schema"
+        raise FieldError("response_format", problem)
+    chat = _checked_classes()["/v1/chat/completions"]
+    fields = {**vars(parsed), "messages": []}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of max_tokens
+        made: Any = chat.model_construct(**fields)
+        found: dict[str, Any] = made.to_sampling_params([], {})
+    schema = fields.get("json_schema")
+    return found if schema is None else found | {"json_schema": schema}
 
 
 def describe_validation_error(error: ValidationError) -> tuple[str, str | None]:
@@ -255,33 +305,26 @@ def _described(each: Any) -> tuple[str, str | None]:
 
 @cache
 def _checked_classes() -> dict[str, type[BaseModel]]:
-    if _PACKAGE in sys.modules:
-        return request_classes()
-    with _empty_package():
+    with nullcontext() if "sglang" in sys.modules else _empty_packages():
         return request_classes()
 
 
 @contextmanager
-def _empty_package() -> Iterator[None]:
-    """SGLang's modules can be imported, but its package is empty.
+def _empty_packages() -> Iterator[None]:
+    """SGLang's modules can be imported, but the slow packages among them are empty.
 
     Afterwards they have other names, so that a later import is a complete one.
     """
-    spec = importlib.util.find_spec(_PACKAGE)
-    assert spec is not None, f"{_PACKAGE} is a dependency"
-    package = ModuleType(_PACKAGE)
-    package.__path__ = list(spec.submodule_search_locations or ())
-    package.__spec__ = spec
-    slow_module = sys.modules.get(_SLOW_MODULE)
-    sys.modules[_PACKAGE] = package
-    sys.modules[_SLOW_MODULE] = slow_module  # type: ignore[assignment]  # None: absent
+    made = [name for name in _SLOW_PACKAGES if name not in sys.modules]
+    sys.modules.update({name: empty_package(name) for name in made})
+    if "xgrammar" in made:
+        tags = import_module("xgrammar.structural_tag")
+        vars(sys.modules["xgrammar"])["StructuralTag"] = tags.StructuralTag
     try:
         yield
     finally:
-        for name in [each for each in sys.modules if each.split(".")[0] == _PACKAGE]:
+        for name in [each for each in sys.modules if each.split(".")[0] in made]:
             _rename(sys.modules.pop(name), f"bare_{name}")
-        if slow_module is None:
-            del sys.modules[_SLOW_MODULE]
 
 
 def _rename(module: ModuleType, name: str) -> None:

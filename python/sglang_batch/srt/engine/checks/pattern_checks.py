@@ -165,7 +165,7 @@ def check_schema(grammar: str) -> str | None:
         return (
             f"{loop!r:.100} refers to itself and to nothing else, so no answer fits it"
         )
-    named = [each.get("format") for each in _objects(schema)]
+    named = [each.get("format") for each in objects_of(schema)]
     if formats := _BARE_FORMATS.intersection(f for f in named if isinstance(f, str)):
         return (
             f"the format {min(formats)!r} has quotes and control characters, so answers "
@@ -224,15 +224,16 @@ def _endless_reference(schema: Any) -> str | None:
         ended.add(id(part))
         return None
 
-    return next(filter(None, (follow(part, []) for part in _objects(schema))), None)
+    return next(filter(None, (follow(part, []) for part in objects_of(schema))), None)
 
 
-def _objects(part: Any) -> Iterator[dict[str, Any]]:
+def objects_of(part: Any) -> Iterator[dict[str, Any]]:
+    """All objects in a JSON value, itself among them."""
     if isinstance(part, dict):
         yield part
     inner = part.values() if isinstance(part, dict) else part
     for each in inner if isinstance(part, dict | list) else ():
-        yield from _objects(each)
+        yield from objects_of(each)
 
 
 def _at(schema: Any, ref: str) -> Any:
@@ -248,7 +249,7 @@ def _at(schema: Any, ref: str) -> Any:
 
 def _patterns(part: Any) -> Iterator[str]:
     """The patterns of all strings and names of properties in a schema."""
-    for each in _objects(part):
+    for each in objects_of(part):
         if isinstance(each.get("pattern"), str):
             yield each["pattern"]
         if isinstance(each.get("patternProperties"), dict):

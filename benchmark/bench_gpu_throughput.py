@@ -214,14 +214,14 @@ def print_job(job: ThroughputJob, runs: dict[str, list[Run]]) -> list[Figure]:
 
 
 class Measurement:
-    """Jobs on engines, with tables as results come."""
+    """Jobs on engines. Results are saved as they come, and tables printed in the end."""
 
     def __init__(self, options: argparse.Namespace, model: Path, scratch: Path) -> None:
         self._options, self._model, self._scratch = options, model, scratch
         scale = 16 if options.quick else 1
         self._jobs = jobs_of(options, scale)
         self._begin = time.monotonic()
-        self._figures: list[Figure] = []
+        self._runs: dict[int, dict[str, list[Run]]] = {}
         self.results: dict[str, Any] = {"runs": []}
 
     def measure(self) -> None:
@@ -230,9 +230,12 @@ class Measurement:
             with self._ready(together) as engines:
                 for number in self._options.jobs if engines else ():
                     self._run(number, engines)
-        if self._figures:
-            print_figures("Figures", self._figures)
-        self.results["figures"] = [figure.as_json for figure in self._figures]
+        figures = []
+        for number, runs in self._runs.items():
+            figures += print_job(self._jobs[number], runs)
+        if figures:
+            print_figures("Figures", figures)
+        self.results["figures"] = [figure.as_json for figure in figures]
 
     @contextmanager
     def _ready(self, names: Sequence[str]) -> Iterator[dict[str, Engine]]:
@@ -267,21 +270,19 @@ class Measurement:
     def _run(self, number: int, engines: dict[str, Engine]) -> None:
         """One job on each engine, in turn as often as there are repeats."""
         job = self._jobs[number]
-        runs: dict[str, list[Run]] = {name: [] for name in engines}
         for _ in range(self._options.repeats):
             if time.monotonic() - self._begin > 60 * self._options.minutes:
                 print(f"left out: job {number}, the time is up")
                 break
             for name, engine in engines.items():
                 run = Run.of(job, engine.run(job))
-                runs[name].append(run)
+                of_job = self._runs.setdefault(number, {})
+                of_job.setdefault(name, []).append(run)
                 self.results["runs"].append(
                     {"job": job.name, "engine": name, **asdict(run)}
                 )
                 print(f"  {name}: {run.seconds:.2f} s", flush=True)
                 write_unfinished()
-        if all(runs.values()):
-            self._figures += print_job(job, runs)
 
 
 def jobs_of(options: argparse.Namespace, scale: int = 1) -> dict[int, ThroughputJob]:

@@ -150,12 +150,12 @@ def traces_of(
         run = Run.of(job, engine.run(job, profile))
         found = {"engine": name, "stage": stage, "attention": run.attention}
         traces = sorted(folder.glob("*.trace.json.gz"))
-        if traces:
-            times = times_of(traces[-1])
+        times = times_of(traces[-1]) if traces else None
+        if times is not None and times.kernels:
             found |= {"span_us": times.span, "busy_us": times.busy}
             print_trace(name, stage, times)
         else:
-            print(f"{name}: no trace of {stage} steps in {folder}")
+            print(f"{name}: {len(traces)} traces, without operations of a device")
         yield found
 
 

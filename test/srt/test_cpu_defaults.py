@@ -105,3 +105,12 @@ def test_so_it_is_in_the_dense_engine(
     monkeypatch.setattr("sglang_batch.dense.model.is_multiplied", emulated)
     assert dtype_of() == torch.float32
     assert dtype_of(dtype="bfloat16") == torch.bfloat16
+
+
+def test_a_profile_records_the_processor() -> None:
+    """SGLang asks when ``/start_profile`` has come; an error would end the scheduler."""
+    from sglang_batch.srt.cpu.cpu_platform import TorchNativeCpuPlatform
+
+    platform, activities = TorchNativeCpuPlatform(), torch.profiler.ProfilerActivity
+    named = getattr(activities, platform.get_torch_profiler_activity_str())
+    assert platform.get_torch_profiler_activity() == named == activities.CPU

@@ -46,6 +46,14 @@ class TorchNativeCpuPlatform(CpuDeviceMixin, interface.SRTPlatform):  # type: ig
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False
 
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> Any:
+        import torch
+
+        return torch.profiler.ProfilerActivity.CPU
+
     def get_speculative_worker_cls(self, algorithm: str) -> type | None:
         # SGLang's own. It asks right before it makes one, which is when its kernels are
         # replaced.

@@ -131,10 +131,10 @@ def make_job(
         # BatchLLM's public benchmark.
         4: (400, 2000, 200, 100, 16),
     }
-    num_groups, *lengths, siblings = shapes[number]
+    num_groups, shared, own, output, siblings = shapes[number]
     return groups(
-        number, num_groups // s, *(length // s for length in lengths),
-        kv_tokens=kv_tokens, max_running=max_running, seed=0, siblings=siblings // s,
+        number, num_groups // s, shared // s, own // s, output // s,
+        kv_tokens, max_running, seed=0, siblings=siblings // s,
     )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, cast
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = Path(__file__).with_name("bare_machine.txt")
@@ -278,7 +278,7 @@ def pack(
     # Level 1: PyTorch's libraries hardly shrink, and hours are not worth the rest.
     with (
         writer,
-        lzma.open(writer, "wb", preset=1) as packed,
+        lzma.open(cast(IO[bytes], writer), "wb", preset=1) as packed,
         tarfile.open(fileobj=packed, mode="w|") as archive,
     ):
         for wheel in sorted(wheels):
@@ -379,7 +379,7 @@ def unpack(parts: Path, site: Path) -> dict[str, str]:
     Raises:
         CarryError: a part is missing or damaged; nothing was unpacked.
     """
-    joined = io.BufferedReader(_Joined(check(parts)))
+    joined = io.BufferedReader(cast(Any, _Joined(check(parts))))
     site.mkdir(parents=True, exist_ok=True)
     with (
         lzma.open(joined) as packed,

@@ -100,14 +100,16 @@ def _check_tests(arguments: list[str]) -> None:
         names = re.findall(r"def (test_\w+)", text) + re.findall(
             r'^    "([\w-]+)":', text, re.M
         )
-        chosen = [
-            name
-            for name in names
-            if wanted is None or wanted.evaluate(lambda word, n=name, **_: word in n)
-        ]
+        chosen = [name for name in names if wanted is None or _selects(wanted, name)]
         if not chosen:
             raise ValueError(f"{place} has no test {options.keyword!r}")
         print(f"{place}: {', '.join(chosen)}")
+
+
+def _selects(wanted: Any, name: str) -> bool:
+    """Whether an expression of ``-k`` takes the test with this name."""
+    chosen: bool = wanted.evaluate(lambda word, **_: word in name)
+    return chosen
 
 
 def _check_product(arguments: list[str]) -> None:

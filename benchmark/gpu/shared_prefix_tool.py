@@ -12,10 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Awaitable
 from typing import Any
 
 from sglang.benchmark import offline_throughput
 from throughput_engine import COUNTS
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
 
 
 def main() -> None:
@@ -25,7 +30,7 @@ def main() -> None:
         result: dict[str, Any] = run_once(*args, **kwargs)
         info = kwargs["backend"].get_server_info()
         if inspect.isawaitable(info):
-            info = asyncio.run(info)
+            info = asyncio.run(_awaited(info))
         state = info["internal_states"][0].get("offline_batch", {})
         return result | {name: state.get(name, 0) for name in COUNTS}
 

@@ -148,7 +148,8 @@ def traces_of(
             "record_shapes": False,
         }
         run = Run.of(job, engine.run(job, profile))
-        found = {"engine": name, "stage": stage, "attention": run.attention}
+        found: dict[str, Any] = {"engine": name, "stage": stage}
+        found["attention"] = run.attention
         traces = sorted(folder.glob("*.trace.json.gz"))
         times = times_of(traces[-1]) if traces else None
         if times is not None and times.kernels:

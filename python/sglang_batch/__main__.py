@@ -41,6 +41,10 @@ def command() -> None:
     ended its helper processes by then, and libraries that clean up with their help
     would print tracebacks after the results.
     """
+    # Threads of torch that wait for one another sleep; torch reads it at its import.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Threads of torch that wait for one another sleep; torch reads it at its import.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not sys.warnoptions:  # set by python -W and PYTHONWARNINGS
         warnings.filterwarnings("ignore", _OTHER_DEVICES, UserWarning)
     status = main()

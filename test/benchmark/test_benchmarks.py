@@ -120,3 +120,16 @@ def test_parts_and_the_file_to_save(tmp_path: Path) -> None:
         "fair",
         "replicas",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(330)
+def test_peers_on_the_random_model() -> None:
+    document = quick_run("bench_peers.py")
+    assert (
+        document["missed"] == []
+    )  # without vLLM and stock SGLang, no ratio has a target
+    for table in document["tables"]:
+        peers = {row[0]: row for row in table["rows"]}
+        assert peers.keys() == {"transformers", "ours"}
+        assert peers["ours"][-1] == peers["transformers"][-1] == "4"

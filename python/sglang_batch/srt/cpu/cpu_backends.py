@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from functools import cache, wraps
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -163,14 +163,13 @@ def _move_natively(pool: Any) -> None:
 
 # Modules that ask for pinned memory.
 _PINNING_MODULES = ("sglang.srt.lora.layers", "sglang.srt.lora.backend.torch_backend")
-_FUNCTIONS = ("empty", "zeros", "tensor")
 
 
 class _PageableTorch:
     """torch, for one module: requests for pinned memory are such for ordinary memory."""
 
     def __init__(self) -> None:
-        for name in _FUNCTIONS:
+        for name in "empty", "zeros", "tensor":
             setattr(self, name, _unpinned(getattr(torch, name)))
 
     def __getattr__(self, name: str) -> Any:
@@ -196,12 +195,7 @@ def do_without() -> None:
 
 
 def _unpinned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @wraps(function)
-    def unpinned(*args: Any, **kwargs: Any) -> torch.Tensor:
-        kwargs.pop("pin_memory", None)
-        return function(*args, **kwargs)
-
-    return unpinned
+    return lambda *args, pin_memory=False, **given: function(*args, **given)
 
 
 @cache  # as torch's, of which torch.compile asks for the function within

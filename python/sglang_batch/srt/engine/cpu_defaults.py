@@ -1,4 +1,4 @@
-"""Defaults of an engine on a CPU: memory that a laptop has, and a dtype that it multiplies.
+"""Defaults of an engine on a CPU: its memory, a dtype that it multiplies, and idle threads.
 
 SGLang gives the KV cache a share of the device's memory. A GPU's memory is the
 engine's alone, but on a CPU that share is most of the machine's, and is written to at
@@ -8,6 +8,7 @@ the start. It also rounds float32 checkpoints to float16, which few CPUs multipl
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,11 +49,14 @@ def choose_dtype(
         config.dtype = torch.float32
 
 
-def limit_cpu_memory(server_args: ServerArgs) -> None:
-    """Choose the size of the KV cache on a CPU, unless the user chose one."""
+def set_cpu_defaults(server_args: ServerArgs) -> None:
+    """On a CPU, let threads sleep that wait, and limit the KV cache, unless the user chose."""
     view = overrides.resolving_view(server_args)
-    chosen = (view.max_total_tokens, server_args.mem_fraction_static)
-    if view.device != "cpu" or any(value is not None for value in chosen):
+    if view.device != "cpu":
+        return
+    # By default OpenMP's threads spin, also on cores that other programs want.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if (view.max_total_tokens, server_args.mem_fraction_static) != (None, None):
         return
     model = overrides.model_config_of(server_args)
     kv_dtype = view.kv_cache_dtype

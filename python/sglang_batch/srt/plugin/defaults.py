@@ -21,7 +21,7 @@ from ...errors import ConfigError, ExitStatus
 from ...planner.choosing.ways import MOST_GRAPH_ROWS
 from ..compat import support, tiers
 from ..compat.offline_hooks import is_offline
-from ..engine.cpu_defaults import limit_cpu_memory
+from ..engine.cpu_defaults import set_cpu_defaults
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -138,7 +138,7 @@ def _check(server_args: ServerArgs, previous: ResolutionStep) -> None:
             _check_model(server_args, previous)
         else:
             previous(server_args)
-    limit_cpu_memory(server_args)
+    set_cpu_defaults(server_args)
 
 
 def _check_deterministic(server_args: ServerArgs, previous: ResolutionStep) -> None:

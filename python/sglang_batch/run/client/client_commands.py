@@ -21,13 +21,12 @@ from ...inputs.compression import plain_name
 from ...inputs.job_input import STDIN, JobInput, input_sources
 from ...inputs.staging import Staging
 from ...store.files import atomic_write
-from ..progress import Display
+from ..progress import Display, aligned
 from .batch_client import (
     Batch,
     BatchClient,
     BatchProgress,
     Shown,
-    aligned,
     batch_table,
     batches_table,
     first_errors,

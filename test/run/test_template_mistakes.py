@@ -126,8 +126,15 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "column": ({"messages": [{**USER, "content": "{{txt}}"}]}, "no column 'txt'"),
     "tool without its function": ({"tools": [FUNCTION]}, "body.tools.0.function"),
 }
-# What is left alone: fields of OpenAI's that SGLang ignores, and good ones.
+# Left alone are fields of OpenAI and other servers that SGLang ignores, and good ones.
 GOOD: list[dict[str, Any]] = [
+    {
+        "speed": "fast",
+        "model": "m",
+        "models": ["m"],
+        "typical_p": 0.9,
+        "guided_json": {},
+    },
     {"store": True, "service_tier": "flex", "verbosity": "low", "metadata": {"a": "b"}},
     with_property({"$ref": "#/$defs/x"} | {"$defs": {}})
     | with_schema(

@@ -210,11 +210,15 @@ def _numbers() -> dict[str, Rule]:
 
 
 def _check_names(parsed: BaseModel, body: JsonObject) -> None:
-    """Refuse fields that SGLang would not look at, where it is plain what was meant."""
+    """Refuse fields that SGLang would not look at, where it is plain which was meant.
+
+    Those of other servers stay, such as Anthropic's ``speed``, which is not far from ``seed``.
+    """
     known = type(parsed).model_fields
     names = {*known, *(field.alias for field in known.values() if field.alias)}
     for name in body.keys() - names:
-        close = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.85)
+        absent = sorted(names - body.keys())
+        close = difflib.get_close_matches(name, absent, n=1, cutoff=0.9)
         if meant := checks.OPENAI_NAMES.get(name) or "".join(close):
             problem = f"there is no such field. Did you mean {meant!r}?"
             raise FieldError(name, problem)

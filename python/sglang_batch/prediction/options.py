@@ -104,6 +104,7 @@ def add_plan(commands: Subparsers, run: Callable[..., int]) -> None:
     add_arguments(
         plan,
         """
+--all                        print the job, the machine, the bounds and each order, too
 --compare POLICY             further orders to predict
 --default-output-len TOKENS  mean length of answers of unknown length (default: the least of a
                              third of the mean limit, the mean of the known lengths, and 256)

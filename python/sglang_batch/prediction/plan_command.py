@@ -143,7 +143,8 @@ def _plan_input(
             planned, counted, server_args, device, options.tp
         )
         note = "; ".join(filter(None, (note, timed)))
-        report = _report(options, title, rendered, planned, device, note, len(file))
+        where = MachineInfo(options.model_path, device, options.tp, note, bool(timed))
+        report = _report(options, title, rendered, planned, where, len(file))
     report = replace(report, measured=steps, own_order_tokens=own_tokens)
     return show(report, options)
 
@@ -188,8 +189,7 @@ def _report(
     title: str,
     rendered: RenderedFile,
     machine: Machine,
-    device: HardwareSpec,
-    note: str,
+    where: MachineInfo,
     num_lines: int,
 ) -> Report:
     requests = rendered.requests
@@ -205,7 +205,7 @@ def _report(
     chosen = found.best_of(orders)
     return Report(
         job=title,
-        machine=MachineInfo(options.model_path, device, options.tp, note),
+        machine=where,
         forecast=found,
         left_out=[*rendered.refused, *_too_large(rendered, found.too_large, machine)],
         chosen=chosen,

@@ -29,12 +29,14 @@ from ..scheduling.step_record import Steps, summarize
 
 @dataclass(frozen=True, slots=True)
 class MachineInfo:
-    """Names of the model and its devices, and why this one was chosen if no option names it."""
+    """Names of the model and its devices, why this one was chosen if no option names it, and
+    whether its rates were measured here."""
 
     model: str
     hardware: HardwareSpec
     tp: int
     hardware_note: str = ""
+    calibrated: bool = False
 
     @property
     def devices(self) -> str:

@@ -45,6 +45,37 @@ _MEASURED = {
 Row = tuple[str, str]
 
 
+def answer(report: Report) -> str:
+    """The prediction in three lines: time, money, advice; and one if requests are left out."""
+    runs, machine = report.forecast.runs, report.machine
+    run = report.policy_figures(runs[report.chosen].simulation)
+    rates = "costs of timed steps"
+    if not machine.calibrated:
+        rates = "not calibrated: `sglang-batch calibrate`, or a run, measures the rates"
+    cost = "unknown; name the price of a device with --price-per-gpu-hour"
+    if "dollars" in run:
+        cost = (
+            f"${run['dollars']:,.2f} at ${report.gpu_price:g} an hour for each device"
+        )
+    slowest = max(each.simulation.seconds for each in runs.values())
+    advice = _conclusion(report)
+    if len(runs) == 1:
+        advice = "leave out --policy to compare all orders."
+    elif slowest <= 1.01 * run["seconds"]:
+        advice = f"{report.verdict}; the others are within 1 %."
+    num = report.forecast.tree.num_requests
+    left_out = [": ".join(filter(None, row)) for row in _left_out_rows(report.left_out)]
+    return "\n".join(
+        [
+            f"Time: {time_text(run['seconds'])} for {num:,} requests on {machine.devices} "
+            f"({rates})",
+            f"Cost: {cost}",
+            f"Advice: {advice} --all prints all figures.",
+            *left_out,
+        ]
+    )
+
+
 def table(report: Report) -> str:
     """The whole report."""
     parts = [
@@ -330,7 +361,8 @@ def show(report: Report, options: argparse.Namespace) -> int:
     if options.json:
         print(report.as_json())
     else:
-        print(table(report))
+        in_full = getattr(options, "all", True) or measured is not None
+        print(table(report) if in_full else answer(report))
         if measured is not None:
             chosen = report.forecast.runs[report.chosen].simulation
             print(f"\n{measured_table(measured, report.chosen, chosen)}")

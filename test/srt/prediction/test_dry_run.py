@@ -47,7 +47,7 @@ def test_a_plan_of_a_table(
     tmp_path: Path, demo_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = make_file(tmp_path, b"question\nHow?\nWhy?\n", "t.csv")
-    options = ["--template", BODY, "--hardware", "cpu", "--policy", "dfs"]
+    options = ["--template", BODY, "--hardware", "cpu", "--policy", "dfs", "--all"]
     assert (
         main(["plan", "-i", str(table), "--model-path", str(demo_model), *options]) == 0
     )

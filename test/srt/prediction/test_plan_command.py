@@ -69,12 +69,24 @@ def test_equal_lines_are_planned_once(
     assert (job["requests"], job["merged"]) == (8, 0)
 
 
+def test_three_lines_are_the_answer(
+    small_job: Path, demo_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--policy", "dfs", "--compare", "fcfs", "--price-per-gpu-hour", "2.5")
+    assert plan(small_job, demo_model, *options) == 0
+    time, cost, advice, *left_out = capsys.readouterr().out.splitlines()
+    assert time.startswith("Time: ") and "16 requests on cpu (not calibrated: " in time
+    assert cost.startswith("Cost: $0.00 at $2.5 an hour")
+    assert advice.startswith("Advice: order: dfs") and "fcfs" in advice
+    assert left_out[0] == "left out: 1 that cannot run:"
+
+
 def test_the_table_names_what_people_look_for(
     small_job: Path, demo_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = plan(
         small_job, demo_model, "--policy", "dfs", "--compare", "lpt", "fcfs",
-        "--kv-capacity-tokens", "700", "--overlap", "1.47",
+        "--kv-capacity-tokens", "700", "--overlap", "1.47", "--all",
     )  # fmt: skip
     said = capsys.readouterr().out
     assert status == 0

@@ -125,7 +125,9 @@ def warn_of_changes() -> None:
 
 def check_version() -> None:
     """Raise :class:`UnsupportedSGLang` unless the supported release is installed."""
-    if (installed := installed_release().version) != SUPPORTED_VERSION:
+    from sglang.version import __version__ as installed  # of the code, wherever it lies
+
+    if installed != SUPPORTED_VERSION:
         raise UnsupportedSGLang(
             f"--offline-batch: sglang-batch {__version__} extends sglang "
             f"{SUPPORTED_VERSION}, but sglang {installed} is installed; "

@@ -81,7 +81,8 @@ def test_timed_steps_of_this_machine_are_used(
     after = report(capsys, job, demo_model, "--dtype", "float32")["policies"][0]
     assert after["seconds"] > 20 * before["seconds"]
     assert after["seconds"] == pytest.approx(0.5 * after["steps"], rel=0.5)
-    assert plan(job, demo_model, "--policy", "dfs", "--dtype", "float32") == 0
+    options = ("--policy", "dfs", "--dtype", "float32", "--all")
+    assert plan(job, demo_model, *options) == 0
     assert "costs of 200 timed steps" in capsys.readouterr().out
     # Of other bits nothing was measured, nor of other devices.
     other = report(capsys, job, demo_model, "--dtype", "bfloat16")["policies"][0]

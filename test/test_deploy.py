@@ -15,7 +15,9 @@ import sys
 import tomllib
 import types
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from importlib.metadata import requires
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,8 @@ CHART = DEPLOY / "helm" / "sglang-batch"
 UNIT = DEPLOY / "systemd" / "sglang-batch.service"
 SKYPILOT = DEPLOY / "skypilot" / "batch.yaml"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# The extras that install a tool where `make env` was not run again are missing there.
+# Tools that the extra `dev` installs.
+OF_DEV = ("hadolint", "check-jsonschema")
 BIN = os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ["PATH"]])
 
 
@@ -52,9 +55,16 @@ def run_tool(name: str, *arguments: str | Path) -> None:
     """Run a tool, which must find nothing."""
     path = shutil.which(name, path=BIN)
     if path is None:
+        assert name not in OF_DEV, f"{name} is not installed; run `make env`"
         pytest.skip(f"{name} is not installed")
     done = subprocess.run([path, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def of_dev(name: str) -> Any:
+    """A module that the extra `dev` installs."""
+    assert find_spec(name), f"{name} is not installed; run `make env`"
+    return import_module(name)
 
 
 def check(command: Iterable[str]) -> None:
@@ -162,7 +172,7 @@ def test_compose() -> None:
 
 
 def test_nginx(tmp_path: Path) -> None:
-    crossplane = pytest.importorskip("crossplane")
+    crossplane = of_dev("crossplane")
     path = tmp_path / "nginx.conf"
     include = f"events {{}} http {{ include {DEPLOY}/nginx/*.conf; }}"
     path.write_text(include)
@@ -206,7 +216,7 @@ ALL = {
 
 @pytest.fixture(scope="module")
 def helm() -> Any:
-    return pytest.importorskip("helm_python")
+    return of_dev("helm_python")
 
 
 def render(helm: Any, values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -243,7 +253,7 @@ def test_the_chart_is_clean(helm: Any) -> None:
 @pytest.mark.parametrize("values", [SECRET, ALL], ids=["default", "all"])
 @pytest.mark.parametrize("version", ["1.31", "1.37"])
 def test_objects_of_the_chart(helm: Any, values: dict[str, Any], version: str) -> None:
-    kubernetes = pytest.importorskip("kubernetes_validate")
+    kubernetes = of_dev("kubernetes_validate")
     objects = render(helm, values)
     for each in objects:
         kubernetes.validate(each, version, strict=True)
@@ -322,8 +332,7 @@ def test_wrong_values_are_refused(helm: Any, values: dict[str, Any]) -> None:
 def skypilots_schema(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The schema of its tasks, without the clients of all clouds that ``import sky`` loads."""
     root = Path(sys.prefix) / "skypilot" / "sky"
-    if not root.exists():
-        pytest.skip("skypilot is not installed; run `make env`")
+    assert root.exists(), "skypilot is not installed; run `make env`"
     for name in ("sky", "sky.skylet", "sky.utils", "sky.setup_files"):
         package = types.ModuleType(name)
         package.__path__ = [str(root.joinpath(*name.split(".")[1:]))]

@@ -43,8 +43,6 @@ def command() -> None:
     """
     # Threads of torch that wait for one another sleep; torch reads it at its import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Threads of torch that wait for one another sleep; torch reads it at its import.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not sys.warnoptions:  # set by python -W and PYTHONWARNINGS
         warnings.filterwarnings("ignore", _OTHER_DEVICES, UserWarning)
     status = main()

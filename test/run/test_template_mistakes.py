@@ -200,12 +200,20 @@ def test_a_mistake_of_one_row_is_not_the_templates(tmp_path: Path) -> None:
 
 def test_of_many_grammars_some_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_checks, "MOST_COMPILED", 1)
-    grammar_checks.grammar_fault.cache_clear()
     assert grammar_checks.grammar_fault("regex", "a(") is not None
-    assert grammar_checks.grammar_fault("regex", "b(") is None
-    grammar_checks.grammar_fault.cache_clear()
+    for others in "bcd":
+        assert grammar_checks.grammar_fault("regex", f"{others}(") is None
+    assert grammar_checks.grammar_fault("regex", "a(") is not None
+    assert len(grammar_checks.FAULTS) == 1
+
+
+def test_a_grammar_that_takes_long_is_left_to_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammar_checks, "COMPILE_S", 0.001)
+    assert grammar_checks.grammar_fault("regex", "a(") is None
 
 
 @pytest.fixture(autouse=True)
 def compiles() -> None:
-    grammar_checks.grammar_fault.cache_clear()
+    grammar_checks.FAULTS.clear()

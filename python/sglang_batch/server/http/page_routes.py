@@ -83,7 +83,7 @@ def _file(request: Request) -> Response:
 
 OPEN.update(FILES)
 for _path in FILES:
-    router.add_api_route(_path, _file, methods=["GET"], include_in_schema=False)
+    router.add_api_route(_path, _file, methods=["GET", "HEAD"], include_in_schema=False)
 
 
 @router.get("/live", include_in_schema=False)

@@ -23,8 +23,9 @@ from .sglang_release import Release, installed_release, without_self
 
 logger = logging.getLogger(__name__)
 
-# The SGLang release that this package extends.
+# The module that compares releases.
 COMPARE = "sglang_batch.upgrade"
+# The SGLang release that this package extends.
 SUPPORTED_VERSION = "0.5.23"
 LIST = Path(__file__).with_name("private_api.json")
 PRIVATE, CALL, INTERFACE, FOLLOWED = "private", "call", "interface", "followed"

@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.managers.scheduler import NextBatchPlan
+from sglang.srt.managers.scheduler import NextBatchPlan, _make_abort_req
 from sglang.srt.mem_cache.common import discard_kv_cache_backup
 from sglang.srt.observability.req_time_stats import set_schedule_time_batch
 from sglang.srt.runtime_context import get_disagg
@@ -209,7 +209,9 @@ class DecodeScheduler(Apart, OfflineScheduler):
 
         for req in [req for req in self.waiting_queue if named(req)]:
             self._drop(req)
-            self._end_waiting(req, recv_req)
+            self._release_waiting(req)
+            reason = recv_req.finished_reason
+            self.send_abort_output(_make_abort_req(req, finished_reason=reason), req)
         for coming in self.disagg_decode_transfer_queue.queue:
             if named(coming.req):  # nothing is written for it any more
                 coming.kv_receiver.abort()

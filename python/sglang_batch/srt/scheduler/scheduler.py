@@ -21,7 +21,7 @@ from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.mem_pool import EMPTY_SLOT
 from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.managers.scheduler import NextBatchPlan
+from sglang.srt.managers.scheduler import NextBatchPlan, _make_abort_req
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
     SchedulerBatchResultProcessor,
 )
@@ -354,19 +354,16 @@ class OfflineScheduler(MarkedScheduler):
         for req in self.plan_scheduler.abort(
             recv_req.rid, everything=recv_req.abort_all
         ):
-            self._end_waiting(req, recv_req)
+            self._release_waiting(req)
+            if len(req.output_ids) and req.beam_group is None:
+                # It ran before. SGLang's answer to a waiting request has only the tokens
+                # that were sent so far, every 50th step.
+                req.finished_reason = FINISH_ABORT()
+                self.output_streamer.stream_output([req], req.return_logprob)
+                continue
+            reason = recv_req.finished_reason
+            self.send_abort_output(_make_abort_req(req, finished_reason=reason), req)
         super().abort_request(recv_req)
-
-    def _end_waiting(self, req: Req, recv_req: AbortReq) -> None:
-        self._release_waiting(req)
-        if len(req.output_ids) and req.beam_group is None:
-            # It ran before. SGLang's answer to a waiting request has only the tokens
-            # that were sent so far, every 50th step.
-            req.finished_reason = FINISH_ABORT()
-            self.output_streamer.stream_output([req], req.return_logprob)
-        else:
-            answer = AbortReq(rid=req.rid, finished_reason=recv_req.finished_reason)
-            self.send_abort_output(answer, req)
 
     def send_abort_output(self, abort_req: object, req: Req) -> None:
         self.plan_scheduler.aborted(req)

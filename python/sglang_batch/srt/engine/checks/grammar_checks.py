@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -23,6 +22,10 @@ from .value_checks import SAMPLING_FIELDS, FieldError, check_value
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 # So many different ones are compiled beforehand. A file can have one for each line.
 MOST_COMPILED = 8
+# Of one that takes longer, the engine judges.
+COMPILE_S = 30
+# By kind and text, what is wrong with each that was compiled.
+FAULTS: dict[tuple[str, str], str | None] = {}
 # SGLang's schema for ``json_object``, which needs no check.
 _ANY_OBJECT = '{"type": "object"}'
 # Where the compiler's messages come from, such as "[12:56:31] /project/cpp/regex.cc:83: ".
@@ -45,15 +48,22 @@ def check_grammars(params: Mapping[str, Any], compiles: bool) -> None:
                 raise FieldError(kind, problem)
 
 
-@cache
 def grammar_fault(kind: str, text: str) -> str | None:
     """Why xgrammar does not compile a grammar. None if it does, or was not asked."""
-    if grammar_fault.cache_info().currsize >= MOST_COMPILED:
-        return None
+    key = kind, text
+    if key not in FAULTS and len(FAULTS) < MOST_COMPILED:
+        FAULTS[key] = _compiled_apart(kind, text)
+    return FAULTS.get(key)
+
+
+def _compiled_apart(kind: str, text: str) -> str | None:
     command = [sys.executable, "-m", __name__, kind]
-    done = subprocess.run(
-        command, input=text, capture_output=True, text=True, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=COMPILE_S
+        )
+    except subprocess.TimeoutExpired:
+        return None
     ended = "it ends the compiler of grammars" if done.returncode < 0 else None
     return _ORIGIN.sub("", done.stdout).strip() or ended
 

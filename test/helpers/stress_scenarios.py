@@ -181,6 +181,7 @@ def aborts(s: Stress) -> dict[str, Any]:
         s.run(s.abort(job.rids[0]))
         counts = s.run(s.idle())
         found[state] = [ended, counts.get(f"aborted_{state}", 0)]
+        found.setdefault("answered", []).append(counts.get("answered_aborts", 0))
     # A request without KV for its next token, which SGLang ends.
     cases = _cases(10, 2, 30, 60, shared=40)
     job = s.job("job_starves", cases, "dfs", max_line_attempts=1, max_inflight=1)

@@ -35,12 +35,15 @@ ABORT_IN = re.compile(r"_abort_([a-z]+)")
 STARVES = "_starves"
 # In a job's name: its plan covers some of its requests at first, and others later.
 GROWS = "_grows"
+# Why it aborts.
+REASON = {"type": "abort", "message": "stressed"}
 
 
 class StressScheduler(offline.OfflineScheduler):
     """Adds counters of its own to ``get_internal_state``.
 
     aborted_STATE: requests that were aborted in a state.
+    answered_aborts: those of them that waited, whose answers have the reason.
     recomputed: tokens of a request that were computed again.
     all_decode: decode steps in which SGLang's checks of each request were skipped.
     mixed, unmixed: steps with prompts in which running requests decode, or wait.
@@ -54,6 +57,7 @@ class StressScheduler(offline.OfflineScheduler):
         self.computed: dict[str, int] = {}
         self.arrived: dict[str, int] = {}
         self.aborted: set[str] = set()
+        self.aborting: str | None = None
         self.growing: dict[str, GrowingPlan] = {}
         self.names: dict[str, str] = {}
         super().__init__(*args, **kwargs)
@@ -140,7 +144,16 @@ class StressScheduler(offline.OfflineScheduler):
         if found:
             self.aborted.add(job.job_id)
             self.counts[f"aborted_{state}"] += 1
-            self.abort_request(AbortReq(rid=found[0].req.rid))
+            rid = self.aborting = found[0].req.rid
+            self.abort_request(AbortReq(rid=rid, finished_reason=REASON))
+            self.aborting = None
+
+    def send_abort_output(self, abort_req: Any, req: Any) -> None:
+        if req.rid == self.aborting:
+            assert abort_req.finished_reason == REASON
+            assert isinstance(abort_req.weight_versions, list)
+            self.counts["answered_aborts"] += 1
+        super().send_abort_output(abort_req, req)
 
     def check_books(self, plan: Any) -> None:
         kv_accounting = self.jobs.kv_accounting

@@ -32,6 +32,10 @@ def test_a_line_is_aborted_in_any_state(found: Any, state: str) -> None:
     assert found["aborts"][state] == [1, 1]
 
 
+def test_the_answer_to_an_abort_has_its_reason(found: Any) -> None:
+    assert sum(found["aborts"]["answered"]) > 0
+
+
 def test_a_request_without_kv_for_its_next_token_leaves_its_job(found: Any) -> None:
     assert found["aborts"]["starved"] == 1
 

@@ -55,11 +55,9 @@ class Place(Protocol):
             WorkerLost: it could not start. It may the next time.
             ConfigError: it never can, with this model and these options.
         """
-        ...
 
     async def free(self) -> None:
         """End the worker here, if the head has started it."""
-        ...
 
 
 class WorkerLost(Exception):

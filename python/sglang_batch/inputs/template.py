@@ -52,6 +52,13 @@ class Template:
             )
 
     @classmethod
+    def of(cls, template: Mapping[str, Any] | str, endpoint: str) -> Template:
+        """A template from the body of a request, or from text as :meth:`parse`."""
+        if isinstance(template, str):
+            return cls.parse(template, endpoint)
+        return cls(dict(template))
+
+    @classmethod
     def parse(cls, text: str, endpoint: str = "/v1/chat/completions") -> Template:
         """A template from text, or from the text in ``@FILE``.
 

@@ -213,18 +213,15 @@ class BatchBackend(RuntimeEndpoint):  # type: ignore[misc]
         return super().generate_stream(s, sampling_params)
 
     def commit_lazy_operations(self, s: Any) -> None:
-        self._prefill(s)
+        """Prefill what a program has so far."""
+        body = {"text": s.text_, "sampling_params": PREFILL_ONLY}
+        self._generate_http_request(s, body)
 
-    def fill_image(self, s: Any) -> None:
-        self._prefill(s)
+    fill_image = commit_lazy_operations
 
     def cache_prefix(self, prefix_str: str) -> None:
         """Prefill a text into the prefix cache."""
         self.submit({"text": prefix_str, "sampling_params": PREFILL_ONLY})
-
-    def _prefill(self, s: Any) -> None:
-        body = {"text": s.text_, "sampling_params": PREFILL_ONLY}
-        self._generate_http_request(s, body)
 
     def _generate_http_request(self, s: Any, data: dict[str, Any]) -> Any:
         # SGLang's select() calls this method too.

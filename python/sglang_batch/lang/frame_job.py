@@ -119,9 +119,6 @@ class DataFrame:
         return pyarrow.table(self._frame)
 
 
-# A data frame in, the same frame with a column of answers out.
-
-
 def map_table(
     frame: Any,
     template: Mapping[str, Any] | str,
@@ -189,7 +186,7 @@ def map_table(
             f"map_table has no {next(iter(options))!r}, and options of an engine are for "
             f"model_path. With a server there are {', '.join(_OWN)}."
         )
-    parsed = _template(template, endpoint)
+    parsed = Template.of(template, endpoint)
     given = DataFrame(frame)
     if answer == error:
         raise ConfigError(f"answer and error are one column, {answer!r}: name two.")
@@ -243,12 +240,6 @@ _OWN = [
     for name, each in inspect.signature(map_table).parameters.items()
     if each.kind is not each.VAR_KEYWORD
 ]
-
-
-def _template(template: Mapping[str, Any] | str, endpoint: str) -> Template:
-    if isinstance(template, str):
-        return Template.parse(template, endpoint)
-    return Template(dict(template))
 
 
 def _write(table: Any, path: Path) -> None:

@@ -87,13 +87,9 @@ class ProgramLog:
 
     def versions(self, program: str) -> dict[str, int]:
         """Number of programs of this name in the log, by version."""
-        counts: dict[str, int] = {}
         with self._lock:
-            for entry in self._entries.values():
-                name, version = entry.program
-                if name == program:
-                    counts[version] = counts.get(version, 0) + 1
-        return counts
+            counts = Counter(entry.program for entry in self._entries.values())
+        return {version: n for (name, version), n in counts.items() if name == program}
 
     def result(self, key: str) -> bytes:
         """The result of a program in the log, as JSON."""
@@ -168,8 +164,6 @@ def _unreadable(path: Path, offset: int) -> StoreError:
         "something else. Remove it to start the job again."
     )
 
-
-# Named jobs of frontend programs, which keep results between runs.
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 

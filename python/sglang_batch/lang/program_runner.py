@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,36 +70,21 @@ def run_programs(
             f'num_threads={num_threads!r} must be "auto" or a number of 1 or more.'
         )
     backend.client.check_caller()
-    with _kept_results(program, backend, batch_arguments, sampling_params) as kept:
-        num_finished = len(kept.finished) if kept else 0
-        bar = None
+    kept = bar = None
+    with ExitStack() as stack:
+        if backend.job is not None:
+            model = [backend.get_model_name(), backend.get_chat_template().name]
+            log = stack.enter_context(backend.job.open())
+            kept = KeptResults(
+                backend.job, log, program, batch_arguments, sampling_params, model
+            )
         if progress_bar:
-            bar = tqdm.tqdm(total=len(batch_arguments), initial=num_finished)
-        try:
-            yield from _ProgramRun(
-                program, backend, batch_arguments, sampling_params, bar, kept
-            ).states(num_threads)
-        finally:
-            if bar is not None:
-                bar.close()
-
-
-@contextmanager
-def _kept_results(
-    program: Any,
-    backend: Any,
-    batch_arguments: Sequence[dict[str, Any]],
-    sampling_params: Any,
-) -> Iterator[KeptResults | None]:
-    """The results that the backend's job keeps. None: the backend has no job."""
-    if backend.job is None:
-        yield None
-        return
-    model = [backend.get_model_name(), backend.get_chat_template().name]
-    with backend.job.open() as log:
-        yield KeptResults(
-            backend.job, log, program, batch_arguments, sampling_params, model
-        )
+            finished = len(kept.finished) if kept else 0
+            bar = tqdm.tqdm(total=len(batch_arguments), initial=finished)
+            stack.callback(bar.close)
+        yield from _ProgramRun(
+            program, backend, batch_arguments, sampling_params, bar, kept
+        ).states(num_threads)
 
 
 @dataclass(eq=False)

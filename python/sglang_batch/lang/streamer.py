@@ -341,21 +341,23 @@ class StreamAnswer:
 class StreamLine:
     """A row on its way.
 
-    line: of a batch file, without a newline. Empty for a row that cannot be sent.
-    refused: why not, else empty.
+    line: of a batch file, without a newline.
+    refused: why the row cannot be sent, else empty.
     """
 
     index: int
     row: Any
     custom_id: str
     line: bytes
-    refused: str = ""
+    refused: str
 
     def answered(self, status_code: int, body: bytes) -> StreamAnswer:
         """The row with its answer."""
-        return StreamAnswer(
-            self.index, self.row, self.custom_id, status_code, _parsed(body)
-        )
+        try:
+            found = msgspec.json.decode(body)
+        except msgspec.DecodeError:  # numbers that only Python reads
+            found = json.loads(body)
+        return StreamAnswer(self.index, self.row, self.custom_id, status_code, found)
 
     def refusal(self) -> StreamAnswer:
         """The answer to a row that cannot be sent."""
@@ -387,31 +389,26 @@ class RowLines:
             raise ConfigError(f"url={url!r} must be one of {', '.join(ENDPOINTS)}.")
         if id_column is not None and template is None:
             raise ConfigError(f"id_column={id_column!r} needs a template.")
-        self._template = None
-        if isinstance(template, str):
-            self._template = Template.parse(template, self._url)
-        elif template is not None:
-            self._template = Template(dict(template))
+        self._template = None if template is None else Template.of(template, self._url)
         self._id_column = id_column
 
     def line(self, row: Any, index: int) -> StreamLine:
         """The line of a row. One that cannot be sent says why."""
-        custom_id = str(index)
+        custom_id, line, refused = str(index), b"", ""
         try:
             fields = _mapping(row)
             custom_id = self._custom_id(fields, custom_id)
             line = self._written(fields, custom_id)
         except NotJson as error:
-            return StreamLine(index, row, custom_id, b"", f"row {index} holds {error}.")
+            refused = f"row {index} holds {error}."
         except InputError as error:
-            return StreamLine(index, row, custom_id, b"", f"row {index}: {error}.")
+            refused = f"row {index}: {error}."
         if len(line) > MAX_ROW_BYTES:
-            why = (
+            refused = (
                 f"row {index}: the request has more than the {MAX_ROW_BYTES:,} bytes that a "
                 "stream takes; run a batch, whose lines may be larger."
             )
-            return StreamLine(index, row, custom_id, b"", why)
-        return StreamLine(index, row, custom_id, line)
+        return StreamLine(index, row, custom_id, line, refused)
 
     def _custom_id(self, row: Mapping[str, Any], number: str) -> str:
         if self._template is None:
@@ -467,13 +464,6 @@ def _mapping(row: Any) -> Mapping[str, Any]:
             f"it must be a mapping or a JSON object; it is a {type(row).__name__}"
         )
     return row
-
-
-def _parsed(body: bytes) -> Any:
-    try:
-        return msgspec.json.decode(body)
-    except msgspec.DecodeError:  # numbers that only Python reads
-        return json.loads(body)
 
 
 # The windows of a stream: rows that are sent together, each window planned as a whole.

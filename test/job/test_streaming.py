@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -239,7 +240,7 @@ def test_stopping_while_it_is_rendered(tmp_path: Any) -> None:
     async def scenario() -> None:
         stop = asyncio.Event()
         job = make_job(engine, answers, requests, policy="dfs", max_inflight=4)
-        job._directory = tmp_path
+        job._options = replace(job._options, directory=tmp_path)
         work = asyncio.ensure_future(job.run(stop))
         await engine.until_stalled(0, 4)
         assert list(tmp_path.iterdir())

@@ -15,6 +15,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import msgspec
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 OPEN_BUCKETS = 2
 
 
+@dataclass(eq=False)
 class BucketedJob:
     """Runs the requests ``todo`` of ``requests``, as :class:`~.job.Job` does.
 
@@ -49,29 +51,22 @@ class BucketedJob:
         num_buckets: 1 for a job in one piece. Of another one, 0 until it is dealt.
     """
 
-    def __init__(
-        self,
-        job_id: str,
-        requests: Requests,
-        todo: Indices,
-        engine: Engine,
-        config: OfflineBatchConfig,
-        sink: Sink,
-        *,
-        on_rendered: Callable[[], None] = lambda: None,
-        directory: Path | None = None,
-    ) -> None:
-        self._job_id = job_id
-        self._requests = requests
-        self._todo = todo
-        self._engine = engine
-        self._config = config
-        self._sink = sink
-        self._on_rendered = on_rendered
-        self._directory = directory
+    job_id: str
+    requests: Requests
+    todo: Indices
+    engine: Engine
+    config: OfflineBatchConfig
+    sink: Sink
+    _: KW_ONLY
+    on_rendered: Callable[[], None] = lambda: None
+    directory: Path | None = None
+
+    def __post_init__(self) -> None:
         self._prompt_tokens = self._unique_tokens = 0
-        planned = POLICY_TABLE[config.policy].uses_prompts
-        self.in_one_piece = not planned or len(requests) <= config.bucket_requests
+        planned = POLICY_TABLE[self.config.policy].uses_prompts
+        self.in_one_piece = (
+            not planned or len(self.requests) <= self.config.bucket_requests
+        )
         self.num_buckets = int(self.in_one_piece)
         self.tail = Tail()
 
@@ -87,24 +82,24 @@ class BucketedJob:
             Exception: as of :meth:`.job.Job.run`.
         """
         if self.in_one_piece:
-            job = self._job(self._job_id, self._requests, self._todo, self._sink)
+            job = self._job(self.job_id, self.requests, self.todo, self.sink)
             return await self._finish(job, stop)
         buckets = await asyncio.to_thread(
             deal_requests,
-            self._requests,
-            self._config.bucket_requests,
-            self._config.seed,
+            self.requests,
+            self.config.bucket_requests,
+            self.config.seed,
         )
         self.num_buckets = len(buckets)
         logger.info(
             "Job %s: %d requests in %d buckets, the largest of %d",
-            self._job_id,
-            len(self._requests),
+            self.job_id,
+            len(self.requests),
             len(buckets),
             max(map(len, buckets)),
         )
-        is_left = np.zeros(len(self._requests), np.bool_)
-        is_left[np.asarray(self._todo, np.int64)] = True
+        is_left = np.zeros(len(self.requests), np.bool_)
+        is_left[np.asarray(self.todo, np.int64)] = True
         room = asyncio.Semaphore(OPEN_BUCKETS)
         async with task_group() as group:
             for bucket, numbers in enumerate(buckets):
@@ -127,18 +122,18 @@ class BucketedJob:
         if numbers is not None:
             last = tuple(numbers[list(tail.last)].tolist())
             self.tail = dataclasses.replace(tail, last=last)
-        self._prompt_tokens += job.num_prompt_tokens
-        self._unique_tokens += job.num_unique_tokens
+        self._prompt_tokens += job.plan.num_prompt_tokens
+        self._unique_tokens += job.plan.num_unique_tokens
 
     def _bucket_job(self, bucket: int, numbers: Int64s, todo: Int64s) -> Job:
-        members = _Members(self._requests, numbers)
+        members = _Members(self.requests, numbers)
 
         def sink(request: BatchRequestInput, output: RequestOutput) -> None:
             index = int(numbers[request.index])
-            self._sink(dataclasses.replace(request, index=index), output)
+            self.sink(dataclasses.replace(request, index=index), output)
 
         # All ids of a job have one length.
-        job_id = f"{self._job_id}-{bucket:06d}"
+        job_id = f"{self.job_id}-{bucket:06d}"
         return self._job(job_id, members, todo, sink, self.num_buckets - bucket)
 
     def _job(
@@ -149,32 +144,32 @@ class BucketedJob:
         sink: Sink,
         priority: int = 0,
     ) -> Job:
-        config = self._config
+        config = self.config
         if not self.in_one_piece and config.max_inflight is not None:
             share = max(1, config.max_inflight // OPEN_BUCKETS)
             config = dataclasses.replace(config, max_inflight=share)
         options = JobOptions(
-            on_rendered=self._on_rendered,
-            directory=self._directory,
+            on_rendered=self.on_rendered,
+            directory=self.directory,
             priority=priority,
             # Of several buckets, the next one needs all replicas.
             releases=self.in_one_piece,
         )
-        return Job(job_id, requests, todo, self._engine, config, sink, options)
+        return Job(job_id, requests, todo, self.engine, config, sink, options)
 
 
+@dataclass(eq=False)
 class _Members(Sequence[BatchRequestInput]):
     """The requests of a bucket, by their place in it."""
 
-    def __init__(self, requests: Requests, numbers: Int64s) -> None:
-        self._requests = requests
-        self._numbers = numbers
+    requests: Requests
+    numbers: Int64s
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self.numbers)
 
     def __getitem__(self, index: int) -> BatchRequestInput:  # type: ignore[override]
-        request = self._requests[int(self._numbers[index])]
+        request = self.requests[int(self.numbers[index])]
         return dataclasses.replace(request, index=index)
 
 

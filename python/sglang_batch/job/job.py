@@ -63,7 +63,7 @@ class Job:
     Attributes:
         prefix_sharing_ratio: share of the prompt tokens that a perfect prefix cache
             would save, among the requests that have been planned so far. None without any.
-        num_prompt_tokens, num_unique_tokens: of these requests, and those left with such a cache.
+        plan: of the requests so far, with their numbers of tokens.
     """
 
     def __init__(
@@ -79,20 +79,17 @@ class Job:
         options = options or JobOptions()
         self._job_id = job_id
         self._todo = todo
-        engine = retrying(engine, config)
-        self._engine = engine
+        self._engine = engine = retrying(engine, config)
         self._config = config
         self._sink = sink
-        self._on_rendered = options.on_rendered
-        self._directory = options.directory
+        self._options = options
         self._priority = options.priority
-        hints = options.hints
         self._renderer = JobRenderer(
             job_id,
             requests,
             engine,
             config.render_lookahead,
-            hints.expected_output_len,
+            options.hints.expected_output_len,
         )
         self._dispatcher = Dispatcher(
             engine,
@@ -104,17 +101,9 @@ class Job:
             releases=options.releases,
             job_id=job_id,
         )
-        self._plan = LivePlan(
-            job_id, engine, config, self._dispatcher, self._renderer, hints
+        self.plan = LivePlan(
+            job_id, engine, config, self._dispatcher, self._renderer, options.hints
         )
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self._plan.num_prompt_tokens
-
-    @property
-    def num_unique_tokens(self) -> int:
-        return self._plan.num_unique_tokens
 
     def tail(self) -> Tail:
         """Its tail, if it ends now."""
@@ -122,7 +111,7 @@ class Job:
 
     @property
     def prefix_sharing_ratio(self) -> float | None:
-        return sharing_ratio(self.num_prompt_tokens, self.num_unique_tokens)
+        return sharing_ratio(self.plan.num_prompt_tokens, self.plan.num_unique_tokens)
 
     async def set_priority(self, priority: int) -> None:
         """Change the priority, also of the requests that are in the engine."""
@@ -147,7 +136,7 @@ class Job:
             else:
                 await self._run_in_input_order()
         finally:
-            self._plan.stop()
+            self.plan.stop()
             await self._engine.close_job(self._job_id)
 
     async def _run_in_input_order(self) -> None:
@@ -161,12 +150,12 @@ class Job:
 
     async def _run_planned(self) -> None:
         """Render and plan, and run the planned part meanwhile."""
-        with self._renderer.spool(self._directory):
+        with self._renderer.spool(self._options.directory):
             async with task_group() as group:
                 group.create_task(self._renderer.read(self._todo, self._rendered))
-                await self._plan.start()
+                await self.plan.start()
                 await self._apply_priority()
-                group.create_task(self._plan.grow())
+                group.create_task(self.plan.grow())
                 await self._dispatcher.run()
 
     async def _apply_priority(self) -> None:
@@ -175,7 +164,7 @@ class Job:
 
     def _rendered(self, result: Rendered) -> None:
         """A request was rendered. One that failed is answered here."""
-        self._on_rendered()
+        self._options.on_rendered()
         request, prepared = result
         if isinstance(prepared, RequestOutput):
             self._sink(request, prepared)

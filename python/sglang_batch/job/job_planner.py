@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -184,8 +185,9 @@ class JobPlanner:
                     self._begun = progress.left < 1.0
             self._shards.rebalance(estimates, progress, speeds)
         policy = self._policy
-        if policy == AUTO and self._is_sampling:
-            policy = self._until_sampled
+        if policy == AUTO and self._is_sampling:  # the simplest until there are answers
+            orders = orders_for(self._machine)
+            policy = next(x for x in orders if not POLICY_TABLE[x].by_length)
         elif policy == AUTO:
             if self._chosen is None:
                 self._chosen = self._present = self._choose(estimates)
@@ -228,7 +230,9 @@ class JobPlanner:
         self, shard: ShardJob, policy: str, own: OutputEstimates
     ) -> Order:
         """The order of a shard for the engine's scheduler, after its sample."""
-        if POLICY_TABLE[policy].both_ends and self._lengths_unknown:
+        # Too few output lengths may be known to tell left from right.
+        unknown = self._is_sampling and 2 * self.num_unknown > len(self._requests)
+        if unknown and POLICY_TABLE[policy].both_ends:
             order = families_mixed(shard.tree, self._settings.seed)
         else:
             order = self._order(shard, policy, own)
@@ -244,12 +248,6 @@ class JobPlanner:
             order = order.beginning_with(first[by_leaf])
         return by_adapter(order, shard.requests.adapter)
 
-    @property
-    def _lengths_unknown(self) -> bool:
-        """Whether too few output lengths are known to tell left from right."""
-        most_unknown = 2 * self.num_unknown > len(self._requests)
-        return most_unknown and self._is_sampling
-
     def _order(self, shard: ShardJob, policy: str, own: OutputEstimates) -> Order:
         return make_order(
             policy,
@@ -261,12 +259,6 @@ class JobPlanner:
             self._settings,
             self._machine.limits.kv_capacity_tokens,
         )
-
-    @property
-    def _until_sampled(self) -> str:
-        """The order of ``auto`` until there are answers: the simplest."""
-        orders = orders_for(self._machine)
-        return next(name for name in orders if not POLICY_TABLE[name].by_length)
 
     def _choose(self, estimates: OutputEstimates) -> str:
         """The policy that is fastest in simulations of the largest shard, after the requests
@@ -330,14 +322,8 @@ class JobPlanner:
 
 def _without_prompts(requests: PlanRequests) -> PlanRequests:
     """The requests without their tokens, to free the memory."""
-    return PlanRequests(
-        tokens=np.zeros(0, np.int32),
-        offsets=np.zeros(len(requests) + 1, np.int64),
-        max_new_tokens=requests.max_new_tokens,
-        known_output_len=requests.known_output_len,
-        adapter=requests.adapter,
-        expected_output_len=requests.expected_output_len,
-    )
+    offsets = np.zeros(len(requests) + 1, np.int64)
+    return replace(requests, tokens=np.zeros(0, np.int32), offsets=offsets)
 
 
 logger = logging.getLogger(__name__)

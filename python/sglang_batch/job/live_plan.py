@@ -41,26 +41,20 @@ class PlanHints:
     whole: bool = False
 
 
+@dataclass(eq=False)
 class LivePlan:
     """Plans one job, and has the engine and the dispatcher carry the plans out. It counts
     the prompt tokens that were planned so far, and those that are left with a perfect
     prefix cache."""
 
-    def __init__(
-        self,
-        job_id: str,
-        engine: Engine,
-        config: OfflineBatchConfig,
-        dispatcher: Dispatcher,
-        renderer: JobRenderer,
-        hints: PlanHints,
-    ) -> None:
-        self._job_id = job_id
-        self._engine = engine
-        self._config = config
-        self._dispatcher = dispatcher
-        self._renderer = renderer
-        self._hints = hints
+    job_id: str
+    engine: Engine
+    config: OfflineBatchConfig
+    dispatcher: Dispatcher
+    renderer: JobRenderer
+    hints: PlanHints
+
+    def __post_init__(self) -> None:
         self._planner: JobPlanner | None = None
         self._feedback: AnswerFeedback | None = None
         self._answers: list[tuple[Int64s, Int32s]] = []
@@ -69,19 +63,19 @@ class LivePlan:
 
     async def start(self) -> None:
         """Plan the first stretch, or a smaller job as a whole."""
-        self._dispatcher.engine_tells = self._engine.watch_job(
-            self._job_id, self._dispatcher.joined
+        self.dispatcher.engine_tells = self.engine.watch_job(
+            self.job_id, self.dispatcher.joined
         )
-        if (changes := self._engine.replica_changes) is not None:
-            changes.watch(self._dispatcher.replicas_changed)
-        if self._hints.whole:
-            await self._renderer.until(math.inf, math.inf)
+        if (changes := self.engine.replica_changes) is not None:
+            changes.watch(self.dispatcher.replicas_changed)
+        if self.hints.whole:
+            await self.renderer.until(math.inf, math.inf)
         else:
-            await self._renderer.until(FIRST_REQUESTS, FIRST_TOKENS)
+            await self.renderer.until(FIRST_REQUESTS, FIRST_TOKENS)
         await self._extend()
 
     def _speeds(self) -> ShardSpeeds | None:
-        if (changes := self._engine.replica_changes) is None:
+        if (changes := self.engine.replica_changes) is None:
             return None
         speeds = changes.speeds
         # Where all are gone, whoever comes back continues with the requests it had.
@@ -89,23 +83,23 @@ class LivePlan:
 
     def stop(self) -> None:
         """No more plans are needed."""
-        if (changes := self._engine.replica_changes) is not None:
-            changes.unwatch(self._dispatcher.replicas_changed)
+        if (changes := self.engine.replica_changes) is not None:
+            changes.unwatch(self.dispatcher.replicas_changed)
 
     async def grow(self) -> None:
         """Extend the plan until it covers the whole job."""
         num_requests, num_tokens = FIRST_REQUESTS, FIRST_TOKENS
-        while self._dispatcher.grows:
+        while self.dispatcher.grows:
             num_requests, num_tokens = 2 * num_requests, 2 * num_tokens
-            await self._renderer.until(num_requests, num_tokens)
+            await self.renderer.until(num_requests, num_tokens)
             await self._extend()
 
     async def _extend(self) -> None:
         """Plan all that has been rendered so far."""
         async with self._lock:
-            grows = not self._renderer.is_done
-            prompts = self._renderer.prompts()
-            progress = self._dispatcher.progress(whole=not grows)
+            grows = not self.renderer.is_done
+            prompts = self.renderer.prompts()
+            progress = self.dispatcher.progress(whole=not grows)
             speeds = self._speeds()
             planner = await asyncio.to_thread(
                 self._make_planner, prompts, progress, speeds
@@ -115,14 +109,14 @@ class LivePlan:
                 self._feedback = AnswerFeedback(
                     planner.sample, planner.num_unknown, grows=grows
                 )
-                self._dispatcher.replan_from(self._feedback, self._replan)
+                self.dispatcher.replan_from(self._feedback, self._replan)
             else:
                 self._feedback.grow(planner.sample, planner.num_unknown, grows=grows)
             self.num_prompt_tokens = planner.tree.num_tokens
             self.num_unique_tokens = planner.tree.num_unique_tokens
         logger.info(
             "Job %s: %s%d requests, %d prompt tokens, %.1f%% of them shareable; order %s",
-            self._job_id,
+            self.job_id,
             "the first " if grows else "",
             planner.num_requests,
             planner.tree.num_tokens,
@@ -136,9 +130,9 @@ class LivePlan:
         planner = JobPlanner(
             prompts.requests,
             prompts.numbers,
-            self._engine.machine,
-            self._config,
-            self._engine.num_replicas if speeds is None else len(speeds),
+            self.engine.machine,
+            self.config,
+            self.engine.num_replicas if speeds is None else len(speeds),
             progress,
             speeds,
         )
@@ -150,7 +144,7 @@ class LivePlan:
         async with self._lock:
             planner = self._planner
             assert planner is not None
-            progress = self._dispatcher.progress(whole=not self._dispatcher.grows)
+            progress = self.dispatcher.progress(whole=not self.dispatcher.grows)
             speeds = self._speeds()
             if len(numbers):
                 self._answers.append((numbers, output_len))
@@ -158,7 +152,7 @@ class LivePlan:
             await self._carry_out(planner, progress, speeds)
             logger.info(
                 "Job %s: new plan from %d answers; order %s",
-                self._job_id,
+                self.job_id,
                 len(numbers),
                 planner.policy,
             )
@@ -168,10 +162,10 @@ class LivePlan:
     ) -> None:
         """Give the engine its part of a plan first, then send by it."""
         shards = await asyncio.to_thread(planner.plans, progress, speeds)
-        machine = self._engine.machine
+        machine = self.engine.machine
         plans = await asyncio.to_thread(
             lambda: [shard.for_scheduler(machine) for shard in shards]
         )
-        await self._engine.open_job(self._job_id, plans)
+        await self.engine.open_job(self.job_id, plans)
         self._planner = planner
-        self._dispatcher.set_plans(shards, grows=not progress.whole)
+        self.dispatcher.set_plans(shards, grows=not progress.whole)

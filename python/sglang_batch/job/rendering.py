@@ -81,6 +81,7 @@ class Prompts:
     requests: PlanRequests
 
 
+@dataclass(eq=False)
 class JobRenderer:
     """Renders the requests of one job.
 
@@ -92,19 +93,13 @@ class JobRenderer:
         is_done: whether :meth:`read` has rendered everything.
     """
 
-    def __init__(
-        self,
-        job_id: str,
-        requests: Requests,
-        engine: Engine,
-        render_lookahead: int,
-        expected_output_len: Int32s | None = None,
-    ) -> None:
-        self._job_id = job_id
-        self._requests = requests
-        self._engine = engine
-        self._render_lookahead = render_lookahead
-        self._expected_output_len = expected_output_len
+    job_id: str
+    requests: Requests
+    engine: Engine
+    render_lookahead: int
+    expected_output_len: Int32s | None = None
+
+    def __post_init__(self) -> None:
         self._kept: dict[int, PreparedRequest] = {}
         self._spool: _Spool | None = None
         self._grown = asyncio.Event()
@@ -112,12 +107,12 @@ class JobRenderer:
 
     async def render(self, number: int) -> Rendered:
         """Render one request to be sent, by its number in the job."""
-        request = self._requests[number]
+        request = self.requests[number]
         if (kept := self._kept.pop(number, None)) is not None:
             return request, kept
         if self._spool is not None:
-            rid = engine_request_id(self._job_id, request.index)
-            restored = self._spool.restore(self._engine, request, rid)
+            rid = engine_request_id(self.job_id, request.index)
+            restored = self._spool.restore(self.engine, request, rid)
             if restored is not None:
                 return request, restored
         return await self._render(number, tokenize=False)
@@ -131,7 +126,7 @@ class JobRenderer:
             place = Path(stack.enter_context(made))
             tokens = stack.enter_context(TokenSpool(place / "tokens.i32"))
             records = stack.enter_context(RecordSpool(place / "requests.bin"))
-            self._spool = _Spool(tokens, records, len(self._requests))
+            self._spool = _Spool(tokens, records, len(self.requests))
             try:
                 yield
             finally:
@@ -145,7 +140,7 @@ class JobRenderer:
         spool = self._spool
         assert spool is not None
         work = (self._render(int(number), tokenize=True) for number in numbers)
-        async with aclosing(in_order(work, self._render_lookahead)) as rendered:
+        async with aclosing(in_order(work, self.render_lookahead)) as rendered:
             async for request, prepared in rendered:
                 on_rendered((request, prepared))
                 if isinstance(prepared, RequestOutput):
@@ -155,7 +150,7 @@ class JobRenderer:
                 if kept and not prepared.has_media:
                     self._kept[request.index] = prepared
                 else:
-                    stored = self._engine.stored(prepared)
+                    stored = self.engine.stored(prepared)
                 spool.append(request.index, prepared, stored)
                 self._grown.set()
         self.is_done = True
@@ -175,16 +170,16 @@ class JobRenderer:
         """The requests that could be rendered so far."""
         assert self._spool is not None
         prompts = self._spool.prompts()
-        if self._expected_output_len is None:
+        if self.expected_output_len is None:
             return prompts
-        expected = self._expected_output_len[prompts.numbers]
+        expected = self.expected_output_len[prompts.numbers]
         requests = replace(prompts.requests, expected_output_len=expected)
         return replace(prompts, requests=requests)
 
     async def _render(self, number: int, *, tokenize: bool) -> Rendered:
-        request = self._requests[number]
-        rid = engine_request_id(self._job_id, request.index)
-        return request, await self._engine.prepare(request, rid, tokenize=tokenize)
+        request = self.requests[number]
+        rid = engine_request_id(self.job_id, request.index)
+        return request, await self.engine.prepare(request, rid, tokenize=tokenize)
 
 
 def _output_limits(prepared: PreparedRequest) -> tuple[int, int]:

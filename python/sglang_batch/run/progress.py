@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TextIO
 
 from tqdm import tqdm
@@ -146,6 +147,7 @@ def elapsed(title: str) -> Callable[[], str]:
     return lambda: f"{title} ({time.monotonic() - began:.0f} s)"
 
 
+@dataclass(eq=False)
 class Progress:
     """How far the job is: prompts rendered, then the plan, then answers.
 
@@ -154,21 +156,15 @@ class Progress:
         engines: how many of them run, empty if there are not several.
     """
 
-    def __init__(
-        self,
-        display: Display,
-        num_requests: int,
-        log: ResultLog,
-        compiling: Future[None] | None = None,
-        engines: Callable[[], str] = str,
-    ) -> None:
-        self._display = display
-        self._num_requests = num_requests
-        self._log = log
-        self._compiling = compiling
-        self._engines = engines
-        self._num_before = log.num_done
-        self._num_to_render = num_requests - self._num_before
+    display: Display
+    num_requests: int
+    log: ResultLog
+    compiling: Future[None] | None = None
+    engines: Callable[[], str] = str
+
+    def __post_init__(self) -> None:
+        self._num_before = self.log.num_done
+        self._num_to_render = self.num_requests - self._num_before
         self._num_rendered = 0
         self._num_refused = 0
         self._began = self._answers_began = time.monotonic()
@@ -189,28 +185,28 @@ class Progress:
     def __str__(self) -> str:
         now = time.monotonic()
         if 0 < self._num_rendered < self._num_to_render:
-            return self._display.meter(
+            return self.display.meter(
                 "Reading prompts", self._num_rendered, self._num_to_render, self._began
             )
         seconds = now - self._answers_began
-        if self._compiling is not None and not self._compiling.done():
+        if self.compiling is not None and not self.compiling.done():
             return (
                 "Compiling the planner, once per installation "
                 f"({now - self._began:.0f} s)"
             )
-        num_new = self._log.num_done - self._num_before - self._num_refused
+        num_new = self.log.num_done - self._num_before - self._num_refused
         if num_new == 0:
             doing = "Planning, and computing the first prompts"
             return f"{doing} ({seconds:.0f} s)"
-        usage = self._log.usage - self._log.merged_usage
-        engines = self._engines()
-        return self._display.meter(
+        usage = self.log.usage - self.log.merged_usage
+        engines = self.engines()
+        return self.display.meter(
             "Running",
-            self._log.num_done,
-            self._num_requests,
+            self.log.num_done,
+            self.num_requests,
             self._answers_began,
             initial=self._num_before + self._num_refused,
             postfix=f"{engines}, " * bool(engines)
-            + f"{self._log.num_failed:,} failed, " * bool(self._log.num_failed)
+            + f"{self.log.num_failed:,} failed, " * bool(self.log.num_failed)
             + f"cached {usage.cache_hit_rate:.0%}",
         )

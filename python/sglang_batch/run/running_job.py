@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -45,34 +45,29 @@ SHARE_EVERY_S = 10.0
 _T = TypeVar("_T")
 
 
+@dataclass(eq=False)
 class RunningJob:
     """Runs the requests of a job that have no result yet."""
 
-    def __init__(
-        self,
-        prepared: PreparedRun,
-        settings: EngineSettings,
-        engine_log: EngineLog,
-        display: Display,
-        cached: CachedAnswers | None = None,
-    ) -> None:
+    prepared: PreparedRun
+    settings: EngineSettings
+    engine_log: EngineLog
+    display: Display
+    cached: CachedAnswers | None = None
+
+    def __post_init__(self) -> None:
         """
         Args:
             prepared: a job that is not complete.
             cached: answers of earlier jobs, and those of this one for later ones.
         """
-        assert prepared.local is not None and prepared.requests is not None
-        self._prepared = prepared
-        self._settings = settings
-        self._directory = prepared.directory
-        self._job_id = prepared.directory.job_id
-        self._local = prepared.local
-        self._requests = prepared.requests
-        self._config = prepared.config
-        self._engine_log = engine_log
-        self._display = display
-        self._enough = prepared.options.enough
-        self._cached = cached
+        assert self.prepared.local is not None and self.prepared.requests is not None
+        self._directory = self.prepared.directory
+        self._job_id = self.prepared.directory.job_id
+        self._local = self.prepared.local
+        self._requests = self.prepared.requests
+        self._config = self.prepared.config
+        self._enough = self.prepared.options.enough
         self._begun = time.monotonic()
         self._started = False
         self._fleet: FleetEngine | None = None
@@ -88,23 +83,23 @@ class RunningJob:
             EngineError: the engine failed; the same command may succeed.
             ConfigError: it cannot start with this model and these options.
         """
-        requests, known = self._requests, self._prepared.known
+        requests, known = self._requests, self.prepared.known
         record = JobRecord(
             input_sha256=self._local.sha256(),
             model=known.model_path,
             served_model=served_name(known),
             num_requests=len(requests),
-            rows=self._prepared.options.job_input.row_options(),
+            rows=self.prepared.options.job_input.row_options(),
         )
-        self._directory.begin(record, overwrite=self._prepared.afresh)
+        self._directory.begin(record, overwrite=self.prepared.afresh)
         self._directory.remember_input(self._local)
         self._log = log = self._directory.open_log()
         self._before = Counts.of(log)
         if self._local.fields is not None:
-            self._display.say(f"Order of fields: {self._local.fields}.")
+            self.display.say(f"Order of fields: {self._local.fields}.")
         resumed = f", {log.num_done:,} of them done" if log.num_done else ""
-        self._display.say(
-            f"{len(requests):,} requests{resumed}. Engine's log: {self._engine_log.path}"
+        self.display.say(
+            f"{len(requests):,} requests{resumed}. Engine's log: {self.engine_log.path}"
         )
         _answer_invalid(log, self._local, requests, self._job_id)
         if not self._is_over:
@@ -166,20 +161,20 @@ class RunningJob:
 
         engine_death.listen(self._died)
         with ExitStack() as stack:
-            with self._display.showing(self._starting):
-                place, settings = self._prepared.options.engine, self._settings
+            with self.display.showing(self._starting):
+                place, settings = self.prepared.options.engine, self.settings
                 started = place.start(settings, self._directory)
                 engine, loop = stack.enter_context(started)
                 self._fleet = engine if isinstance(engine, FleetEngine) else None
                 loop.run_until_complete(engine.connect())
             self._started = True
             capacity = f"{engine.machine.limits.kv_capacity_tokens:,} tokens of KV"
-            self._display.say(
+            self.display.say(
                 f"Engine ready after {time.monotonic() - self._begun:.0f} s: "
                 f"{settings.memory_note or capacity}."
             )
             if dashboard := _ray_dashboard():
-                self._display.say(f"Ray's dashboard: {dashboard}")
+                self.display.say(f"Ray's dashboard: {dashboard}")
             running = self._run_requests(engine, compiling, equal)
             summary: Summary | None = loop.run_until_complete(running)
             return summary
@@ -192,18 +187,19 @@ class RunningJob:
         stop = asyncio.Event()
         num_requests = len(self._requests)
         progress = Progress(
-            self._display, num_requests, log, compiling, self._engines_running
+            self.display, num_requests, log, compiling, self._engines_running
         )
 
         def store(request: BatchRequestInput, output: RequestOutput) -> None:
-            self._store(request, output)
+            line = result_line(request, self._job_id, output)
+            log.put_output(request.index, line, output)
             progress.answered()
             if self._enough is not None and self._is_over:
                 stop.set()
 
         equal = await asyncio.wrap_future(found)
         requests, shared = equal.requests, equal.sharing(store)
-        todo, sink = await answer_known(self._cached, requests, equal.todo, shared)
+        todo, sink = await answer_known(self.cached, requests, equal.todo, shared)
         job = BucketedJob(
             self._job_id, requests, todo, engine, self._config, sink,
             on_rendered=progress.rendered,
@@ -214,9 +210,11 @@ class RunningJob:
             asyncio.create_task(_commit_regularly(log)),
             asyncio.create_task(self._share_regularly(stop)),
         ]
-        with self._display.showing(progress.__str__):
+        with self.display.showing(progress.__str__):
             try:
-                with self._signals.setting(stop, self._say_stopping):
+                stopping = "Stopping. Another signal ends the run at once."
+                say_it = partial(self.display.say, stopping)
+                with self._signals.setting(stop, say_it):
                     await job.run(stop)
             finally:
                 for task in writing:
@@ -225,7 +223,7 @@ class RunningJob:
                         await task
                 self._share()
         if not self._is_over:
-            self._display.say(self._stopped())
+            self.display.say(self._stopped())
             return None
         return Summary.of_log(
             log,
@@ -237,18 +235,8 @@ class RunningJob:
             price=self._config.dollars_per_hour,
         )
 
-    def _store(self, request: BatchRequestInput, output: RequestOutput) -> None:
-        self._log.put(
-            request.index,
-            result_line(request, self._job_id, output),
-            ok=output.ok,
-            usage=output.usage,
-            merged=not output.is_computed,
-            cuts=output.cuts,
-        )
-
     def _say_savings(self, num_known: int, num_merged: int, job: BucketedJob) -> None:
-        say = self._display.say
+        say = self.display.say
         if num_known:
             say(f"{num_known:,} requests have an answer in the cache.")
         if num_merged:
@@ -279,7 +267,7 @@ class RunningJob:
                 return
             except StoreError as error:
                 if not failing:
-                    self._display.say(f"{error}. The job runs on and tries again.")
+                    self.display.say(f"{error}. The job runs on and tries again.")
                 failing = True
 
     def _share(self) -> None:
@@ -296,14 +284,11 @@ class RunningJob:
         return engines_running(self._engines())
 
     def _starting(self) -> str:
-        activity = self._engines_running() or self._engine_log.activity()
+        activity = self._engines_running() or self.engine_log.activity()
         seconds = time.monotonic() - self._begun
         return (
             f"Starting the engine{f': {activity}' * bool(activity)} ({seconds:.0f} s)"
         )
-
-    def _say_stopping(self) -> None:
-        self._display.say("Stopping. Another signal ends the run at once.")
 
     def _stopped(self) -> str:
         log = self._log
@@ -318,14 +303,14 @@ class RunningJob:
             f"The same command continues with {log.num_done:,} of {len(log):,} requests "
             "done. "
         )
-        return self._engine_log.failure(error, started=self._started, resumes=resumes)
+        return self.engine_log.failure(error, started=self._started, resumes=resumes)
 
     def _died(self) -> NoReturn:
         """SGLang is about to end this process. End it with the reason instead."""
         with suppress(Exception):
             self._share()
         failure = None if self._signals.received else self._failure(None)
-        end_process(self._display.say, failure, self._stopped())
+        end_process(self.display.say, failure, self._stopped())
 
 
 def engines_running(states: Sequence[WorkerState]) -> str:

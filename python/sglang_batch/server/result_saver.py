@@ -131,15 +131,7 @@ class ResultSaver:
     def flush(self) -> None:
         """Write the results that are kept in memory, or raise StoreWriteError."""
         while self._unsaved:
-            index, line, output = self._unsaved[0]
-            self.log.put(
-                index,
-                line,
-                ok=output.ok,
-                usage=output.usage,
-                merged=not output.is_computed,
-                cuts=output.cuts,
-            )
+            self.log.put_output(*self._unsaved[0])
             self._unsaved.popleft()
 
     async def save_counts(self) -> None:

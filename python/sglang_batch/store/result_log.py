@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..request import Cuts, Usage, as_one_line, json_line
+from ..request import Cuts, RequestOutput, Usage, as_one_line, json_line
 from .files import AppendLog, whole_lines
 
 logger = logging.getLogger(__name__)
@@ -135,6 +135,18 @@ class ResultLog:
         )
         offset = self._log.append(json_line(record))
         self._account(record, offset)
+
+    def put_output(self, index: int, line: bytes, output: RequestOutput) -> None:
+        """Append what an engine or a cache answered, as :meth:`put`."""
+        merged = not output.is_computed
+        self.put(
+            index,
+            line,
+            ok=output.ok,
+            usage=output.usage,
+            merged=merged,
+            cuts=output.cuts,
+        )
 
     def commit(self) -> None:
         """Make everything put so far survive a power cut, or raise StoreWriteError."""

@@ -172,9 +172,10 @@ class ChoiceReport:
         price = float("inf") if choice.price is None else choice.price
         return price, choice.seconds
 
-    def tokens_per_s(self, choice: SimulatedWay) -> float:
-        """Prompt and output tokens of the whole job per second."""
-        return (self.prompt_tokens + self.output_tokens) / choice.seconds
+    @property
+    def tokens(self) -> int:
+        """Prompt and output tokens of the whole job."""
+        return self.prompt_tokens + self.output_tokens
 
     def as_json(self) -> str:
         """One JSON document."""
@@ -217,7 +218,7 @@ class ChoiceReport:
             "step_tokens": way.step_tokens,
             "rows": way.rows,
             "seconds": choice.seconds,
-            "tokens_per_second": self.tokens_per_s(choice),
+            "tokens_per_second": self.tokens / choice.seconds,
             "price": choice.price,
             "policy": choice.policy,
             "prefix_sharing_ratio": choice.simulation.achieved_prefix_sharing_ratio,
@@ -266,8 +267,8 @@ class ChoiceReport:
                     f"{choice.way.step_tokens:,}",
                     f"{choice.way.rows:,}",
                     time_text(choice.seconds),
-                    rate_text(self.tokens_per_s(choice)),
-                    *([] if price is None else [self._per_price(choice)]),
+                    rate_text(self.tokens / choice.seconds),
+                    *([rate_text(self.tokens / choice.price)] if choice.price else []),
                     "the choice" if choice is base else _against(choice, base),
                 ]
             )
@@ -288,10 +289,6 @@ class ChoiceReport:
         if any(x.way.precision.changes_answers for x in found.outlooks):
             lines += ["", _CHANGES]
         return "\n".join(lines)
-
-    def _per_price(self, choice: SimulatedWay) -> str:
-        assert choice.price is not None
-        return rate_text((self.prompt_tokens + self.output_tokens) / choice.price)
 
     def _deadline_table(self) -> str:
         assert self.deadline_s is not None

@@ -31,7 +31,6 @@ from .synthetic_jobs import (
     blend_job,
     groups_job,
     industry_job,
-    lengths_job,
     trace_job,
 )
 
@@ -195,21 +194,10 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         blend={"type": blend_job, "dest": "job"},
         groups={"type": groups_job, "dest": "job"},
         industry={"action": "store_const", "const": industry_job(), "dest": "job"},
-        lengths={"action": _StoreLengths, "type": Path, "nargs": "+", "dest": "job"},
+        lengths={"type": Path, "nargs": "+"},
     )
     most = f"requests (default: {DEFAULT_NUM_REQUESTS:,}, or all of --lengths)"
     group.add_argument("--num-requests", type=count, metavar="N", help=most)
-
-
-class _StoreLengths(argparse.Action):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        setattr(namespace, self.dest, lengths_job(values))
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -412,8 +400,6 @@ def duration(text: str) -> float:
         )
     return seconds
 
-
-# The options of ``sglang-batch calibrate``.
 
 _DESCRIPTION = """\
 Measure what planning must know of this device: the seconds of steps of all sizes, and how

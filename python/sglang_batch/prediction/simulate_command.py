@@ -19,7 +19,7 @@ from .machine_choice import choose, make_machine, named_device
 from .models import MODELS
 from .options import DEFAULT_HARDWARE, boxes, check_choice
 from .report import LeftOut, Lengths, MachineInfo, Report, forecast
-from .synthetic_jobs import SyntheticJob
+from .synthetic_jobs import SyntheticJob, lengths_job
 from .table import check_plot, progress, show
 from .workloads.mix import Workload
 
@@ -33,6 +33,8 @@ def simulate(options: argparse.Namespace) -> int:
     """
     check_plot(options.plot)
     check_choice(options)
+    if options.lengths:
+        options.job = lengths_job(options.lengths)
     if options.choose:
         return _choose(options)
     name, config = _config(options)

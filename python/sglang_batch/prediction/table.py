@@ -78,9 +78,12 @@ def answer(report: Report) -> str:
 
 def table(report: Report) -> str:
     """The whole report."""
+    machine = report.machine
+    note = f" ({machine.hardware_note})" if machine.hardware_note else ""
+    name = f"{machine.model} on {machine.devices}{note}"
     parts = [
         _section(f"Job: {report.job}", _job_rows(report)),
-        _section(f"Machine: {_machine_name(report)}", _machine_rows(report)),
+        _section(f"Machine: {name}", _machine_rows(report)),
         _section("Bounds: no schedule is faster than", _bound_rows(report)),
         _policies(report),
         _conclusion(report),
@@ -144,12 +147,6 @@ def _kv_reads(report: Report) -> str:
     if f.machine.cost.shared_kv_read_once:
         return f"{shared}  ({alone} without shared-prefix attention)"
     return f"{alone}  ({shared} with shared-prefix attention)"
-
-
-def _machine_name(report: Report) -> str:
-    machine = report.machine
-    note = f" ({machine.hardware_note})" if machine.hardware_note else ""
-    return f"{machine.model} on {machine.devices}{note}"
 
 
 def _machine_rows(report: Report) -> list[Row]:
@@ -319,9 +316,6 @@ def _figure(value: float | None) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
 
 
-# The output of ``plan`` and ``simulate``: progress, tables, JSON and figures.
-
-
 def progress(policies: Iterable[str]) -> Iterable[str]:
     """Each policy once, with a progress bar on stderr."""
     names = list(dict.fromkeys(policies))
@@ -366,23 +360,22 @@ def show(report: Report, options: argparse.Namespace) -> int:
         if measured is not None:
             chosen = report.forecast.runs[report.chosen].simulation
             print(f"\n{measured_table(measured, report.chosen, chosen)}")
-    if options.plot is not None:
-        from .plot import plot, plot_steps
-
-        if measured is None:
-            plot(report, options.plot)
-        else:
-            plot_steps(measured, options.plot)
-        print(f"\nwrote {options.plot}", file=sys.stderr)
-    return ExitStatus.OK
+    return _draw(measured or report, options.plot)
 
 
 def show_measured(measured: Measured, options: argparse.Namespace) -> int:
     """Print and draw measured steps without a prediction; returns the exit status."""
     print(measured.as_json() if options.json else measured_table(measured))
-    if options.plot is not None:
-        from .plot import plot_steps
+    return _draw(measured, options.plot)
 
-        plot_steps(measured, options.plot)
-        print(f"\nwrote {options.plot}", file=sys.stderr)
+
+def _draw(shown: Report | Measured, path: Path | None) -> int:
+    if path is not None:
+        from .plot import plot, plot_steps
+
+        if isinstance(shown, Measured):
+            plot_steps(shown, path)
+        else:
+            plot(shown, path)
+        print(f"\nwrote {path}", file=sys.stderr)
     return ExitStatus.OK

@@ -102,7 +102,7 @@ def calibrate(
         EngineError: the engine failed.
         StoreWriteError: the result cannot be written.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     known = known_arguments("sglang", server_argv)
     _check_one_engine(known)
     check_model(known)
@@ -389,12 +389,6 @@ def _check_one_engine(known: argparse.Namespace) -> None:
     if getattr(known, "is_embedding", False):
         raise ConfigError("--is-embedding: an embedding model does not decode.")
 
-
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
-# Runs a mix of requests as a job of an engine in this process.
 
 # Prefixes in common run together, and no candidates are simulated.
 _CONFIG = OfflineBatchConfig(policy="dfs")

@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -147,10 +148,6 @@ def _write_csv(
     text.detach()
 
 
-def _write_tsv(source: InputSource, columns: Any, output: BinaryIO) -> None:
-    _write_csv(source, columns, output, "\t")
-
-
 def _write_parquet(
     source: InputSource, columns: Mapping[str, Sequence[Any]], output: BinaryIO
 ) -> None:
@@ -166,12 +163,9 @@ def _write_parquet(
 
 _WRITERS: dict[str, Callable[..., None]] = {
     ".csv": _write_csv,
-    ".tsv": _write_tsv,
+    ".tsv": partial(_write_csv, delimiter="\t"),
     ".parquet": _write_parquet,
 }
-
-
-# The answer of a line of results, as a value for a column.
 
 
 def answers_of(

@@ -91,16 +91,15 @@ class EngineLog:
         self._saved = [os.dup(1), os.dup(2)]
         self.terminal = os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
         self._begin = os.fstat(log).st_size
-        for stream in (1, 2):
-            os.dup2(log, stream)
-        os.close(log)
+        _redirect(log)
         return self
 
     def __exit__(self, *exc: object) -> None:
         try:
             _flush()
         except OSError:  # the disk is full: the rest must not reach the terminal
-            _discard()
+            _redirect(os.open(os.devnull, os.O_WRONLY))
+            _flush()
         for stream, saved in zip((1, 2), self._saved, strict=True):
             os.dup2(saved, stream)
             os.close(saved)
@@ -214,13 +213,11 @@ def _ending(code: int) -> str:
     return f"exit code {code}"
 
 
-def _discard() -> None:
-    """Drop what Python's streams hold."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+def _redirect(file: int) -> None:
+    """Have both streams write to a file, which is closed otherwise."""
     for stream in (1, 2):
-        os.dup2(nowhere, stream)
-    os.close(nowhere)
-    _flush()
+        os.dup2(file, stream)
+    os.close(file)
 
 
 def _flush() -> None:

@@ -30,7 +30,7 @@ def run(options: RunOptions) -> int:
 
     Raises as :func:`~.prepare.prepare`, and EngineError if the engine failed.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with prepare(options) as prepared:
         directory = prepared.directory
         if prepared.requests is None:
@@ -84,7 +84,3 @@ def _cached(prepared: PreparedRun, settings: EngineSettings) -> CachedAnswers | 
 
     options = vars(settings.server_args)
     return ModelAnswers(prepared.config, prepared.known.model_path, options).of()
-
-
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt

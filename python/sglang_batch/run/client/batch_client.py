@@ -43,7 +43,8 @@ class BatchClient:
     """
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        self.url = _base_url(url)
+        url = url.rstrip("/").removesuffix("/v1").rstrip("/")
+        self.url = url if "://" in url else f"http://{url}"
         # OpenAI's client requires a key.
         try:
             self.client = openai.OpenAI(
@@ -138,11 +139,6 @@ class Shown:
     status: int = ExitStatus.OK
 
 
-def _base_url(url: str) -> str:
-    url = url.rstrip("/").removesuffix("/v1").rstrip("/")
-    return url if "://" in url else f"http://{url}"
-
-
 @contextmanager
 def _plain_errors(url: str) -> Iterator[None]:
     """Turn the exceptions of OpenAI's client into ours, with a message of one line."""
@@ -175,8 +171,6 @@ def _refused(url: str, error: openai.APIStatusError) -> SGLangBatchError:
         return ServerError(f"{url}: {message}")
     return ConfigError(f"{url}: {message}")
 
-
-# Batches as text: tables, and the progress of a batch that is followed.
 
 # A batch object of the API.
 Batch = dict[str, Any]

@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import json
 import os
-import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -94,7 +93,7 @@ def _add_submit(commands: Subparsers) -> None:
         input_file={"nargs": "+", "action": "extend", "required": True},
         endpoint={"choices": tuple(api.ENDPOINTS)},
         window={"default": "24h"},
-        priority={"type": _whole_number},
+        priority={"type": whole(-api.MAX_PRIORITY, api.MAX_PRIORITY)},
         enough={"type": enough},
         metadata={"action": "append", "type": _pair, "default": []},
     )
@@ -199,14 +198,6 @@ def _pair(text: str) -> tuple[str, str]:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form KEY=VALUE")
     return key, value
 
-
-def _whole_number(text: str) -> int:
-    if not re.fullmatch("-?[0-9]{1,18}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
-
-
-# The options of the command keys.
 
 MAX_DAYS = 366
 # The value of an option that removes a limit.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -316,25 +316,20 @@ _compiled = lru_cache(maxsize=_KEPT)(_compile)
 def _matcher(regex: str) -> Any:
     from llguidance import LLMatcher
 
+    tokenizer, limits = _bytes_and_limits()
     grammar = LLMatcher.grammar_from_regex(regex)
-    matcher = LLMatcher(_bytes_as_tokens(), grammar, log_level=0, limits=_limits())
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():
         raise ValueError(_reason(matcher.get_error()))
     return matcher
 
 
 @lru_cache(maxsize=1)
-def _bytes_as_tokens() -> Any:
-    from llguidance import LLTokenizer
+def _bytes_and_limits() -> tuple[Any, Any]:
+    """A tokenizer whose tokens are bytes, and the limits of all patterns."""
+    from llguidance import LLParserLimits, LLTokenizer
 
-    return LLTokenizer("byte")
-
-
-@lru_cache(maxsize=1)
-def _limits() -> Any:
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(
+    return LLTokenizer("byte"), LLParserLimits(
         initial_lexer_fuel=_COMPILE_FUEL,
         step_lexer_fuel=_BYTE_FUEL,
         max_lexer_states=_MAX_STATES,
@@ -493,7 +488,7 @@ class AnswerText:
     def feed(self, token: int) -> str:
         """The text that a token completes, empty if it completes none."""
         try:
-            text = self._stream.step(token)
+            text = self._step(token)
         except Exception:
             # The library raises for an id that it does not have, and where the text of some
             # tokens is not the beginning of that of more.
@@ -511,31 +506,21 @@ class AnswerText:
     def _open(self, before: Sequence[int]) -> None:
         self._num_pending = 0
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        self._stream: _SlowStream | _FastStream = (
-            _SlowStream(self._tokenizer, self._skip_special_tokens)
-            if backend is None
-            else _FastStream(backend, self._skip_special_tokens)
-        )
+        self._step: Callable[[int], str | None]
+        if backend is None:
+            stream = _SlowStream(self._tokenizer, self._skip_special_tokens)
+            self._step = stream.step
+        else:
+            from tokenizers.decoders import DecodeStream
+
+            fast: Any = DecodeStream(skip_special_tokens=self._skip_special_tokens)
+            self._step = partial(fast.step, backend)
         for token in before:
-            self._stream.step(token)
-
-
-class _FastStream:
-    """A stream of the library that fast tokenizers are made of."""
-
-    def __init__(self, backend: Any, skip_special: bool) -> None:
-        from tokenizers.decoders import DecodeStream
-
-        self._backend = backend
-        self._stream: Any = DecodeStream(skip_special_tokens=skip_special)
-
-    def step(self, token: int) -> str | None:
-        found: str | None = self._stream.step(self._backend, token)
-        return found
+            self._step(token)
 
 
 class _SlowStream:
-    """The same for tokenizers that only decode whole lists."""
+    """``DecodeStream`` of fast tokenizers for those that only decode whole lists."""
 
     def __init__(self, tokenizer: Any, skip_special: bool) -> None:
         self._tokenizer = tokenizer

@@ -44,6 +44,7 @@ from .messages import (
     LinesJoined,
     OpenJob,
     SetPriority,
+    loop_time,
 )
 from .places import Place
 
@@ -213,7 +214,7 @@ class FleetEngine(FleetWorkers):
         job_id, index, _ = parse_request_id(line.rid)
         sent = SentLine(job_id, index, asyncio.get_running_loop().create_future())
         worker.lines[line.rid] = sent
-        worker.meter.busy(_now())
+        worker.meter.busy(loop_time())
         link.send(line.command(job_id, replica, trusted=link.port.trusted))
         job, first = self._jobs.get(job_id), line_request_id(line.rid)
         if job is not None and first in job.ending:
@@ -251,7 +252,7 @@ class FleetEngine(FleetWorkers):
                 line.answer.set_result(output)
                 assert worker.machine is not None
                 cost = worker.machine.cost
-                if worker.meter.answered(cost, output.usage, _now()):
+                if worker.meter.answered(cost, output.usage, loop_time()):
                     self.measured()
             case LinesJoined():
                 worker.joined(event.job_id, event.numbers)
@@ -275,10 +276,6 @@ def on_loop(
 def _about(worker: FleetWorker) -> About:
     assert worker.about is not None
     return worker.about
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 @dataclass(slots=True)

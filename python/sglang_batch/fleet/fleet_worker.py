@@ -14,7 +14,16 @@ from ..planner.costs.cost_model import CostModel
 from ..planner.machine_model import Machine
 from ..planner.sharding.speeds import ShardSpeeds
 from ..request import RequestOutput, Usage
-from .messages import About, Command, Event, Exchange, Reply, Session, SessionRefused
+from .messages import (
+    About,
+    Command,
+    Event,
+    Exchange,
+    Reply,
+    Session,
+    SessionRefused,
+    loop_time,
+)
 from .places import Place, WorkerLost, WorkerPort
 from .session_ends import HeadEnd
 
@@ -319,7 +328,7 @@ class WorkerLink:
             WorkerLost: the worker does not answer.
             Superseded: it serves a later head.
         """
-        deadline = _now() + patience_s
+        deadline = loop_time() + patience_s
         found: About | SessionRefused
         while True:
             try:
@@ -327,14 +336,14 @@ class WorkerLink:
                     found = await self.port.call("attach", self._end.session)
                 break
             except (OSError, TimeoutError) as error:
-                if _now() >= deadline:
+                if loop_time() >= deadline:
                     raise _silent(patience_s, error) from None
             await asyncio.sleep(_RETRY_S)
         if isinstance(found, SessionRefused):
             raise self._refusal(found)
         self.about = found
         self._silence_s = found.lease_s
-        self._heard = _now()
+        self._heard = loop_time()
 
     def send(self, command: Command) -> None:
         """Send a command with the next call. Without a worker, nobody hears it."""
@@ -381,13 +390,13 @@ class WorkerLink:
             async with asyncio.timeout_at(self._heard + self._silence_s):
                 reply = await self.port.call("exchange", call)
         except (OSError, TimeoutError) as error:
-            if _now() - self._heard >= self._silence_s:
+            if loop_time() - self._heard >= self._silence_s:
                 raise _silent(self._silence_s, error) from None
             await asyncio.sleep(_RETRY_S)
             return 0
         if isinstance(reply, SessionRefused):
             raise self._refusal(reply)
-        self._heard = _now()
+        self._heard = loop_time()
         for event in self._end.receive(reply):
             self._on_event(event)
         return reply.applied
@@ -402,10 +411,6 @@ class WorkerLink:
 def _silent(seconds: float, error: BaseException) -> WorkerLost:
     reason = str(error) or type(error).__name__
     return WorkerLost(f"no answer in {seconds:g} s ({reason})", crashed=False)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:

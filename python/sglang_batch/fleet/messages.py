@@ -7,6 +7,7 @@ read. Rendered requests are pickles, and only travel over ports that carry Pytho
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Annotated, Any, Literal
@@ -24,6 +25,11 @@ from ..request import BatchRequestInput, Cuts, RequestOutput, Usage, Work
 MOST_REPLICAS = 1 << 16
 MOST_LEASE_S = 86_400.0
 _Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
+
+
+def loop_time() -> float:
+    """Seconds on the clock of the running event loop."""
+    return asyncio.get_running_loop().time()
 
 
 class Session(msgspec.Struct, frozen=True, order=True, array_like=True):

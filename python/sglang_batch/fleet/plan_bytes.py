@@ -74,7 +74,7 @@ class _Arrays:
     """The bytes of all arrays, which are taken in the order of writing."""
 
     def __init__(self, data: memoryview) -> None:
-        self._left = data
+        self.left = data
 
     def take(self, kind: Any, value: object) -> Any:
         """The array that :func:`_plain` made. ``kind``: its type, such as ``Int32s``."""
@@ -87,15 +87,11 @@ class _Arrays:
         if min(shape, default=0) < 0 or len(shape) > 4:
             raise ValueError(f"an array cannot have the shape {shape[:5]}")
         size = math.prod(shape) * np.dtype(expected).itemsize
-        if size > len(self._left):
+        if size > len(self.left):
             raise ValueError(f"too few bytes for an array of the shape {shape}")
-        data, self._left = self._left[:size], self._left[size:]
+        data, self.left = self.left[:size], self.left[size:]
         # What is read from bytes cannot be written, so a copy.
         return np.frombuffer(data, expected).reshape(shape).copy()
-
-    def check_end(self) -> None:
-        if self._left:
-            raise ValueError(f"{len(self._left)} bytes belong to no array")
 
 
 def _read(data: bytes, kind: type[T], limit: int) -> T:
@@ -107,7 +103,8 @@ def _read(data: bytes, kind: type[T], limit: int) -> T:
             raise ValueError(f"{len(head)} bytes besides those of arrays")
         arrays = _Arrays(rest)
         value = msgspec.msgpack.decode(head, type=kind, dec_hook=arrays.take)
-        arrays.check_end()
+        if arrays.left:
+            raise ValueError(f"{len(arrays.left)} bytes belong to no array")
         return value
     except (RecursionError, msgspec.MsgspecError, ValueError, TypeError) as error:
         reason = f"These {len(data)} bytes are no {kind.__name__}: {error}."

@@ -41,6 +41,7 @@ from .messages import (
     encode,
     ids_of_bytes,
     ids_to_bytes,
+    loop_time,
 )
 from .session_ends import WorkerEnd
 
@@ -105,7 +106,7 @@ class WorkerHost:
     async def attach(self, session: Session) -> About | SessionRefused:
         """Begin a session. All that the last one began has ended when this returns."""
         async with self._resetting:
-            begun = self._end.attach(session, _now())
+            begun = self._end.attach(session, loop_time())
             if isinstance(begun, SessionRefused):
                 return begun
             if begun:
@@ -118,7 +119,7 @@ class WorkerHost:
 
     async def exchange(self, call: Exchange) -> Reply | SessionRefused:
         """Take commands, and reply with events, after ``call.wait_s`` at the latest."""
-        commands = self._end.receive(call, _now())
+        commands = self._end.receive(call, loop_time())
         if isinstance(commands, SessionRefused):
             return commands
         if self._leaving is None and self._is_closing():
@@ -260,7 +261,7 @@ class WorkerHost:
     async def _watch_lease(self) -> None:
         while True:
             await asyncio.sleep(self._end.lease_s / 8)
-            if not self._end.lapse(_now()):
+            if not self._end.lapse(loop_time()):
                 continue
             async with self._resetting:
                 logger.warning(
@@ -298,7 +299,3 @@ class WorkerHost:
             plan_bytes.to_bytes(engine.machine),
             self._end.lease_s,
         )
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

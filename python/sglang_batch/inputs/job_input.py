@@ -306,7 +306,7 @@ def input_sources(names: Iterable[str]) -> tuple[InputSource, ...]:
 def _input_source(name: str) -> InputSource:
     if not name:
         raise ConfigError("an input has an empty name: name a file, or - for stdin.")
-    if tables.is_dataset_name(name):
+    if name.startswith(tables.PREFIX):
         return DatasetSource(name)
     if urls.is_url(name):
         return UrlSource(name)

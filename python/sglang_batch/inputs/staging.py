@@ -24,7 +24,7 @@ from ..errors import InputError, StoreWriteError
 from ..request import json_line
 from ..store.files import atomic_write
 from .field_sample import FieldSample, FieldSaving
-from .job_input import InputSource, JobInput
+from .job_input import JobInput
 from .local_input import LocalInput, Part
 from .tables import Row
 from .template import RowRequests, SplitLine
@@ -66,7 +66,10 @@ class Staging:
         if (plain_file := job_input.plain_file) is not None:
             return LocalInput(plain_file, job_input.sources[0].name)
         manifest = None if afresh else self._earlier(job_input)
-        if manifest is None or not self._is_whole(manifest):
+        is_whole = self.path.is_file() and (
+            manifest is not None and self.path.stat().st_size == manifest.size
+        )
+        if manifest is None or not is_whole:
             manifest = self._make(job_input)
             with atomic_write(self._manifest_path) as file:
                 file.write(msgspec.json.encode(manifest))
@@ -171,7 +174,11 @@ def _copy_sources(
             if staged.full:
                 break
             staged.begin(source.title, rows=False)
-            _copy_lines(source, staged, scratch)
+            with closing(source.lines(scratch)) as lines:
+                for line in lines:
+                    staged.add(line)
+                    if staged.full:
+                        break
         return None
     requests = RowRequests(job_input.template, job_input.endpoint, job_input.id_column)
     if not job_input.optimize_fields:
@@ -191,14 +198,6 @@ def _copy_sources(
             return split.write(begin, staged.add)
         with open(own_order, "wb") as own:
             return split.write(begin, staged.add, own.write)
-
-
-def _copy_lines(source: InputSource, staged: _StagedFile, scratch: Path) -> None:
-    with closing(source.lines(scratch)) as lines:
-        for line in lines:
-            staged.add(line)
-            if staged.full:
-                return
 
 
 def _copy_rows(

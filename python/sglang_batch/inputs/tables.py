@@ -241,10 +241,6 @@ _STATE_FILES = ("state.json", "dataset_dict.json")
 _HUB_TIMEOUT_S = 10.0
 
 
-def is_dataset_name(name: str) -> bool:
-    return name.startswith(PREFIX)
-
-
 def is_saved_dataset(path: Path) -> bool:
     return any((path / name).is_file() for name in _STATE_FILES)
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Annotated, Any, Self
 
 import msgspec
@@ -135,7 +135,7 @@ class RolloutCall(_Checked):
             self._check_group(f"groups.{place}", place)
             for nth, sample in enumerate(group.samples):
                 self._check_sample(f"groups.{place}.samples.{nth}", place, nth, sample)
-        if sum(self.n_of(i) for i in range(len(self.groups))) > MAX_SAMPLES:
+        if self.num_samples > MAX_SAMPLES:
             raise ValueError(f"the groups have more than {MAX_SAMPLES} samples")
         return self
 
@@ -197,10 +197,9 @@ class RolloutCall(_Checked):
         return params | self.sample_of(place, nth).sampling_params
 
     @property
-    def first_numbers(self) -> list[int]:
-        """The number of each group's first sample, and of all samples."""
-        sizes = (self.n_of(place) for place in range(len(self.groups)))
-        return list(accumulate(sizes, initial=0))
+    def num_samples(self) -> int:
+        """Samples of all groups."""
+        return sum(map(self.n_of, range(len(self.groups))))
 
 
 def parse_call(body: dict[str, Any]) -> RolloutCall:
@@ -442,11 +441,8 @@ def result_of(
         failed = SampleResult(
             index=nth,
             status=SampleEnd.FAILED,
-            output_ids=sample.output_ids,
-            output_logprobs=sample.output_logprobs,
-            text=sample.text,
-            weight_versions=sample.weight_versions,
             error=body.get("error"),
+            **sample.model_dump(exclude={"sampling_params"}),
         )
         return failed, None
     meta = body["meta_info"]
@@ -471,15 +467,10 @@ def result_of(
 def _logprobs(
     sample: RolloutSample, meta: dict[str, Any], num_new: int
 ) -> list[float] | None:
-    earlier = sample.output_logprobs
-    if earlier is None:
-        if sample.output_ids:
-            return None
-        earlier = []
-    new = meta.get("output_token_logprobs")
-    if new is None and num_new:
+    earlier, new = sample.output_logprobs, meta.get("output_token_logprobs")
+    if (earlier is None and sample.output_ids) or (new is None and num_new):
         return None
-    return [*earlier, *(each[0] for each in (new or ())[:num_new])]
+    return [*(earlier or ()), *(each[0] for each in (new or ())[:num_new])]
 
 
 def _all_spans(

@@ -362,7 +362,8 @@ class Answering:
             done = suspects | set(self.suspects.never())
             todo = [index for index in computed if index not in done]
             await self._run_job(todo, stop)
-            unfinished = set(self._unfinished()) & suspects & set(computed)
+            unfinished = set(self.saver.log.unfinished().tolist())
+            unfinished &= suspects & set(computed)
             for group in groups:
                 if todo := [index for index in group if index in unfinished]:
                     async with hooks.alone():
@@ -371,10 +372,6 @@ class Answering:
         finally:
             await counting.stop()
             await self.saver.save_counts()
-
-    def _unfinished(self) -> list[int]:
-        found: list[int] = self.saver.log.unfinished().tolist()
-        return found
 
     def _reject_deadly(self) -> None:
         """Answer the lines that took the engine down while they were alone in it."""
@@ -553,19 +550,12 @@ def _copy_input(store: BatchStore, row: Row) -> bool:
     # The id comes from a client: it is a path only if it names a file of the store.
     if store.get_file(row["input_file_id"], row["owner"]) is None:
         return False
-    try:
-        _link_or_copy(store.file_path(row["input_file_id"]), copy)
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def _link_or_copy(source: Path, copy: Path) -> None:
+    source = store.file_path(row["input_file_id"])
     try:
         os.link(source, copy)
     except FileNotFoundError:
-        raise
-    except OSError:
-        # A file system without hard links.
+        return False
+    except OSError:  # a file system without hard links
         with open(source, "rb") as given, atomic_write(copy) as file:
             shutil.copyfileobj(given, file, 1 << 20)
+    return True

@@ -193,7 +193,9 @@ class BatchRunner:
                 waits = run.engine.in_flight and time.monotonic() < self._drained_by
                 run.stop_if_due(row, closing and not waits)
         if not closing:
-            used_up = self._used_up(rows)
+            # Why the batches of an owner send no more lines today, or None.
+            owners = {row["owner"] for row in rows}
+            used_up = {owner: tokens_used_up(self.store, owner) for owner in owners}
             await self._start_by_priority(rows, used_up)
             self._set_limits()
             self._set_pauses(rows, used_up)
@@ -308,11 +310,6 @@ class BatchRunner:
             self._set_pauses(rows, used_up)
         for batch_id, value in priority.items():
             await runs[batch_id].set_priority(value)
-
-    def _used_up(self, rows: list[Row]) -> dict[str, str | None]:
-        """Why the batches of each owner send no more lines today, or None."""
-        owners = {row["owner"] for row in rows}
-        return {owner: tokens_used_up(self.store, owner) for owner in owners}
 
     def _runnable(self, row: Row, used_up: bool) -> RunnableBatch | None:
         """A batch that could run, or None until its input is validated."""

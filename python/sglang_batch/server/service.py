@@ -333,7 +333,7 @@ class RolloutRun:
         self._over: asyncio.Queue[GroupResult | None] = asyncio.Queue()
 
     def __len__(self) -> int:
-        return self._call.first_numbers[-1]
+        return self._call.num_samples
 
     def __getitem__(self, number: int) -> BatchRequestInput:
         body = body_of(self._call, *self._board.place(number))

@@ -112,14 +112,10 @@ class Room:
         finally:
             file.discard()
 
-    @property
-    def directory(self) -> Path:
-        return self.store.incoming
-
     def _incoming_bytes(self) -> tuple[int, int]:
         """Bytes that are reserved, and how many of them are not on the disk yet."""
         reserved = unwritten = 0
-        for entry in os.scandir(self.directory):
+        for entry in os.scandir(self.store.incoming):
             with suppress(FileNotFoundError):
                 found = entry.stat()
                 reserved += found.st_size
@@ -132,7 +128,7 @@ class IncomingFile:
 
     def __init__(self, room: Room) -> None:
         self._room = room
-        self._fd, path = tempfile.mkstemp(dir=room.directory)
+        self._fd, path = tempfile.mkstemp(dir=room.store.incoming)
         self.path = Path(path)
         self.num_bytes = 0
         self._reserved = 0

@@ -69,7 +69,7 @@ class RayWorker:
             return
         self._children = _children()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._host = self._do(_host_of(engine, name))
+        self._host = WorkerHost(engine, name)
         signal.signal(signal.SIGTERM, self._leave)
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -120,10 +120,6 @@ class RayWorker:
                 child.kill()
         logging.shutdown()
         os._exit(1)
-
-
-async def _host_of(engine: Any, name: str) -> WorkerHost:
-    return WorkerHost(engine, name)
 
 
 def _children() -> list[Any]:

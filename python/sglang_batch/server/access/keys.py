@@ -102,11 +102,6 @@ def digest(secret: bytes) -> bytes:
     return hashlib.sha256(secret).digest()
 
 
-def new_secret() -> str:
-    """A new key, with 256 random bits."""
-    return SECRET_PREFIX + secrets.token_urlsafe(32)
-
-
 def check_name(name: Any) -> str:
     """Check the name of a client. Raises ValueError with a message for the caller."""
     if (
@@ -340,7 +335,7 @@ def add_key(
     the key itself, which is not kept. Raises NameTaken if the name was used before,
     or has another role.
     """
-    secret = new_secret()
+    secret = SECRET_PREFIX + secrets.token_urlsafe(32)
     row: Row = {
         "id": f"key_{secrets.token_hex(12)}",
         "name": name,

@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Iterable
 from typing import Any
 
-from ...batch_api.objects import dollars
+from ...batch_api.objects import computed_usage, dollars
 from ...errors import ApiError
 from ...store.batch_store import BatchStore, Query, Row, now
 from .keys import Allowance, find_allowance
@@ -38,10 +38,6 @@ _DAY_S = 86_400
 def day_of(unix: float) -> str:
     """The day (UTC) of a Unix time, such as ``2026-11-23``."""
     return datetime.datetime.fromtimestamp(unix, datetime.UTC).date().isoformat()
-
-
-def seconds_left(unix: float) -> int:
-    return int(_DAY_S - unix % _DAY_S)
 
 
 def add_usage(store: BatchStore, name: str, **counts: float) -> None:
@@ -98,7 +94,7 @@ def check_limits(
         limit: int | None = getattr(allowance, kind)
         # Without more, a limit that was lowered below the use of the day is no reason.
         if more and limit is not None and used[kind] + more > limit:
-            left = seconds_left(now())
+            left = _DAY_S - now() % _DAY_S
             asked = "" if kind == "tokens" else f", requested {more:,}"
             raise ApiError(
                 429,
@@ -150,16 +146,15 @@ def costs_by_label(
 
 def cost_object(row: Row, price: float | None) -> dict[str, Any]:
     """The costs of a value as the API shows them, at dollars for an engine's hour."""
-    cached = row["cached_tokens"] - row["merged_cached_tokens"]
-    prompt = row["input_tokens"] - row["merged_input_tokens"]
+    usage = computed_usage(row)
     return {
         "value": row["value"],
         "batches": row["batches"],
         "requests": row["completed"] + row["failed"],
         "merged_requests": row["merged"],
-        "computed_input_tokens": prompt - cached,
-        "cached_input_tokens": cached,
-        "computed_output_tokens": row["output_tokens"] - row["merged_output_tokens"],
+        "computed_input_tokens": usage.input_tokens - usage.cached_tokens,
+        "cached_input_tokens": usage.cached_tokens,
+        "computed_output_tokens": usage.output_tokens,
         "merged_tokens": row["merged_input_tokens"] + row["merged_output_tokens"],
         "engine_seconds": round(row["engine_s"], 3),
         "dollars": None if price is None else dollars(row["engine_s"], price),

@@ -90,6 +90,9 @@ def _plan_input(
     skip = options.skip_invalid
     file = checked_requests(local, given, skip_invalid=skip)
     servers = boxes(options, "cpu") if options.choose else []
+    from ..srt.compat.command_line import import_no_kernels
+
+    import_no_kernels()
     device, note = (servers[0].hardware, "") if servers else chosen_device(options)
     from ..srt.engine import in_process, machine
 

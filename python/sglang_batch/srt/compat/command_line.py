@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -22,6 +23,18 @@ _PLUGINS = ("sglang.srt.plugins", "sglang.srt.platforms")
 # Packages with such entry points that come with SGLang or are recorded.
 _NO_CHOICES = {"sglang-batch", "smg-grpc-servicer"}
 _TYPES = {"int": int, "float": float}
+
+
+def import_no_kernels() -> None:
+    """Import SGLang without FlashInfer, in a process that runs no model.
+
+    SGLang imports it on all machines, which takes two seconds. Its choices do not depend
+    on it where no GPU is.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.modules.setdefault("flashinfer", None)  # type: ignore[arg-type]
 
 
 class _Parser(argparse.ArgumentParser):

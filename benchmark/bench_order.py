@@ -136,8 +136,7 @@ class Job:
                 self.tree,
                 self.workload.requests,
                 self.cost,
-                self.estimates.est_output_len,
-                self.estimates.est_output_len_sq,
+                self.estimates,
                 settings,
             )
         return self._orders[key]

@@ -20,6 +20,7 @@ from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.ordering import dual_scan_order, order_functions
 from sglang_batch.planner.ordering.order import OrderSettings
 from sglang_batch.planner.ordering.order_functions import make_order
+from sglang_batch.planner.output_lengths.estimates import OutputEstimates
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 from sglang_batch.planner.requests import Floats, PlanRequests
 from sglang_batch.prediction.synthetic_jobs import TRACES
@@ -98,8 +99,7 @@ def plan(
         tree,
         requests,
         A100,
-        est_output_len,
-        est_output_len**2,
+        OutputEstimates(est_output_len, est_output_len**2),
         OrderSettings(),
     )
     end = time.perf_counter()

@@ -119,7 +119,7 @@ def _run(job: _Job) -> tuple[Simulation, float]:
     """The job in dual-scan order, and how long the simulator took."""
     mean, mean_sq = job.estimates.est_output_len, job.estimates.est_output_len_sq
     order = make_order(
-        "dual-scan", job.tree, job.requests, A100, mean, mean_sq, OrderSettings()
+        "dual-scan", job.tree, job.requests, A100, job.estimates, OrderSettings()
     ).beginning_with(job.sample)
     start = time.perf_counter()
     done = simulate(

@@ -9,6 +9,7 @@ from sglang_batch.config import ORDERS
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.ordering.order import Order, OrderSettings, by_adapter
 from sglang_batch.planner.ordering.order_functions import make_order
+from sglang_batch.planner.output_lengths.estimates import OutputEstimates
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 from sglang_batch.planner.requests import UNKNOWN, Int32s, PlanRequests
 
@@ -30,13 +31,13 @@ def test_every_policy_sends_adapter_by_adapter(policy: str) -> None:
         tokens, length * np.arange(n + 1), most, np.full(n, UNKNOWN, np.int32), adapter
     )
     tree = build_prefix_tree(requests.tokens, requests.offsets)
+    cost = CostModel(token_time_s=1e-5, kv_read_time_s=1e-8)
     order = make_order(
         policy,
         tree,
         requests,
-        CostModel(token_time_s=1e-5, kv_read_time_s=1e-8),
-        most.astype(float),
-        most.astype(float) ** 2,
+        cost,
+        OutputEstimates(most.astype(float), most.astype(float) ** 2),
         OrderSettings(),
     )
     assert np.array_equal(np.sort(order.requests), np.arange(n))

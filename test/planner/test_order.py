@@ -27,6 +27,7 @@ from sglang_batch.errors import ConfigError
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.ordering.order import Order, OrderSettings, families_mixed
 from sglang_batch.planner.ordering.order_functions import make_order
+from sglang_batch.planner.output_lengths.estimates import OutputEstimates
 from sglang_batch.planner.prefixes.prefix_groups import prefix_groups
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 
@@ -69,8 +70,9 @@ def order_of(
     requests = make_requests(prompts, max_new_tokens)
     tree = build_prefix_tree(requests.tokens, requests.offsets)
     mean = np.array(est_output_len, dtype=np.float64)
+    estimates = OutputEstimates(mean, mean**2)
     return make_order(
-        policy, tree, requests, cost, mean, mean**2, settings or OrderSettings()
+        policy, tree, requests, cost, estimates, settings or OrderSettings()
     )
 
 

@@ -29,6 +29,7 @@ from sglang_batch.planner.costs.bounds import lower_bounds
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.ordering.order import OrderSettings
 from sglang_batch.planner.ordering.order_functions import make_order
+from sglang_batch.planner.output_lengths.estimates import OutputEstimates
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 from sglang_batch.planner.simulator.simulator import Simulation
 
@@ -289,13 +290,13 @@ def test_depth_first_reaches_the_sharing_ratio(prompts: list[Prompt]) -> None:
 @settings(deadline=None, max_examples=examples(40))
 @given(jobs(), st.sampled_from(ORDERS))
 def test_the_orders_that_plans_are_made_of(job: Job, policy: str) -> None:
+    mean = np.array(job.est_output_len)
     order = make_order(
         policy,
         job.tree,
         plan_requests(job.prompts),
         job.cost,
-        np.array(job.est_output_len),
-        np.array(job.est_output_len) ** 2,
+        OutputEstimates(mean, mean**2),
         OrderSettings(),
     )
     job = replace(

@@ -254,8 +254,7 @@ class JobPlanner:
             shard.tree,
             shard.requests,
             self._machine.cost,
-            own.est_output_len,
-            own.est_output_len_sq,
+            own,
             self._settings,
             self._machine.limits.kv_capacity_tokens,
         )

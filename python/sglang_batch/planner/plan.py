@@ -184,8 +184,7 @@ class Candidates:
             self.tree,
             self.requests,
             self.machine.cost,
-            self.estimates.est_output_len,
-            self.estimates.est_output_len_sq,
+            self.estimates,
             self._settings,
             self.machine.limits.kv_capacity_tokens,
         )

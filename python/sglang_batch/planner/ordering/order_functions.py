@@ -15,6 +15,7 @@ from ...config import ORDERS
 from ...errors import ConfigError
 from ..costs.cost_model import CostModel
 from ..costs.tree_work import leaf_work
+from ..output_lengths.estimates import OutputEstimates
 from ..prefixes.prefix_groups import group_order, prefix_groups
 from ..prefixes.prefix_tree import PrefixTree
 from ..requests import Floats, Int32s, PlanRequests
@@ -30,8 +31,7 @@ class _Job(NamedTuple):
     tree: PrefixTree
     requests: PlanRequests
     cost: CostModel
-    est_output_len: Floats
-    est_output_len_sq: Floats
+    estimates: OutputEstimates
     settings: OrderSettings
     kv_capacity_tokens: int
 
@@ -41,8 +41,7 @@ def make_order(
     tree: PrefixTree,
     requests: PlanRequests,
     cost: CostModel,
-    est_output_len: Floats,
-    est_output_len_sq: Floats,
+    estimates: OutputEstimates,
     settings: OrderSettings,
     kv_capacity_tokens: int = 1 << 62,
 ) -> Order:
@@ -50,7 +49,6 @@ def make_order(
 
     Args:
         policy: one of :data:`sglang_batch.config.ORDERS`.
-        est_output_len, est_output_len_sq: float64 ``[n]`` by request, both moments.
         kv_capacity_tokens: of the engine.
 
     Raises:
@@ -60,18 +58,8 @@ def make_order(
         raise ConfigError(
             f"policy={policy!r} is not known; choose one of {', '.join(ORDERS)}."
         )
-    order = _FUNCTIONS[policy](
-        _Job(
-            tree,
-            requests,
-            cost,
-            est_output_len,
-            est_output_len_sq,
-            settings,
-            kv_capacity_tokens,
-        )
-    )
-    return by_adapter(order, requests.adapter)
+    job = _Job(tree, requests, cost, estimates, settings, kv_capacity_tokens)
+    return by_adapter(_FUNCTIONS[policy](job), requests.adapter)
 
 
 def _dfs_weight(job: _Job) -> Order:
@@ -83,21 +71,26 @@ def _dfs_weight(job: _Job) -> Order:
 
 def _prefix_groups(job: _Job) -> Order:
     groups = prefix_groups(job.tree)
-    return Order(group_order(job.tree, groups, job.est_output_len))
+    return Order(group_order(job.tree, groups, job.estimates.est_output_len))
 
 
 def _length_aligned(job: _Job) -> Order:
     return length_aligned_order(
         job.tree,
         job.cost,
-        job.est_output_len,
+        job.estimates.est_output_len,
         job.kv_capacity_tokens,
         job.settings.max_wait_steps,
     )
 
 
 def _dual_scan(job: _Job) -> Order:
-    work = leaf_work(job.tree, job.cost, job.est_output_len, job.est_output_len_sq)
+    work = leaf_work(
+        job.tree,
+        job.cost,
+        job.estimates.est_output_len,
+        job.estimates.est_output_len_sq,
+    )
     return dual_scan_order(job.tree, job.cost, work, job.settings)
 
 
@@ -115,14 +108,14 @@ _FUNCTIONS: dict[str, Callable[[_Job], Order]] = {
     "fcfs": lambda job: Order(np.arange(len(job.requests), dtype=np.int64)),
     "random": _shuffled,
     "lof": lambda job: _sorted(job.requests.max_new_tokens),
-    "lpt": lambda job: _sorted(job.est_output_len),
+    "lpt": lambda job: _sorted(job.estimates.est_output_len),
     "dfs": lambda job: Order(job.tree.order),
     "dfs-weight": _dfs_weight,
     "dfs-longest": lambda job: Order(
-        longest_first(job.tree, job.est_output_len[job.tree.order])
+        longest_first(job.tree, job.estimates.est_output_len[job.tree.order])
     ),
     "prefix-groups": _prefix_groups,
-    "aligned": lambda job: Order(aligned_order(job.tree, job.est_output_len)),
+    "aligned": lambda job: Order(aligned_order(job.tree, job.estimates.est_output_len)),
     "length-tree": lambda job: length_tree_order(job.tree, job.settings.max_wait_steps),
     "length-aligned": _length_aligned,
     "dual-scan": _dual_scan,

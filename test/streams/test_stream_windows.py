@@ -31,6 +31,7 @@ class LocalTransport:
     """
 
     max_inflight: int | None = None
+    loop = None
 
     def __init__(self, hold: set[str] | None = None, fail_at: str = "") -> None:
         self.windows: list[list[str]] = []
@@ -41,12 +42,6 @@ class LocalTransport:
         self.closed = 0
 
     def check_caller(self) -> None: ...
-
-    def open_loop(self) -> asyncio.AbstractEventLoop:
-        return asyncio.new_event_loop()
-
-    def close_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        loop.close()
 
     async def close(self) -> None:
         self.closed += 1

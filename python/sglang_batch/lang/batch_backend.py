@@ -169,15 +169,6 @@ class BatchBackend(RuntimeEndpoint):  # type: ignore[misc]
         """Number of calls in each of the latest waves, in the order sent."""
         return self.client.wave_sizes
 
-    def submit(self, body: dict[str, Any]) -> Any:
-        """Run one native ``/generate`` body with the next wave, and return its parsed answer.
-
-        Raises:
-            RequestError: the engine rejected the request.
-            EngineError: the connection was lost, or ``run_batch`` was stopped.
-        """
-        return self.client.submit(body)
-
     # Called by StreamExecutor --------------------------------------------------------
 
     def generate(self, s: Any, sampling_params: Any) -> tuple[Any, Any]:
@@ -221,12 +212,12 @@ class BatchBackend(RuntimeEndpoint):  # type: ignore[misc]
 
     def cache_prefix(self, prefix_str: str) -> None:
         """Prefill a text into the prefix cache."""
-        self.submit({"text": prefix_str, "sampling_params": PREFILL_ONLY})
+        self.client.submit({"text": prefix_str, "sampling_params": PREFILL_ONLY})
 
     def _generate_http_request(self, s: Any, data: dict[str, Any]) -> Any:
         # SGLang's select() calls this method too.
         self._add_images(s, data)
-        answer = self.submit(data)
+        answer = self.client.submit(data)
         if data.get("return_text_in_logprobs"):
             _mark_unscored_tokens(answer)
         return answer

@@ -69,7 +69,7 @@ def run_programs(
         raise ConfigError(
             f'num_threads={num_threads!r} must be "auto" or a number of 1 or more.'
         )
-    backend.client.check_caller()
+    backend.client.transport.check_caller()
     kept = bar = None
     with ExitStack() as stack:
         if backend.job is not None:

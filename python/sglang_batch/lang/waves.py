@@ -56,16 +56,14 @@ class WaveTransport(ABC):
 
     Attributes:
         max_inflight: how many requests keep the engine full, None before it has said so.
+        loop: of its owner, on which ``send`` must run. None: any loop.
     """
 
     max_inflight: int | None = None
+    loop: asyncio.AbstractEventLoop | None = None
 
     def check_caller(self) -> None:
         """Raise EngineError if the current thread must not block for an answer."""
-
-    def open_loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop on which ``send`` must run."""
-        return asyncio.new_event_loop()
 
     @abstractmethod
     async def send(self, bodies: list[bytes], on_answer: OnAnswer) -> None:
@@ -77,10 +75,6 @@ class WaveTransport(ABC):
 
     async def close(self) -> None:
         """Close everything that ``send`` opened. The last call on the loop."""
-
-    def close_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Close the loop if the transport owns it. It no longer runs."""
-        loop.close()
 
 
 class ProgramGroup:
@@ -154,7 +148,7 @@ class QuietSender(ABC):
         self._transport = transport
         self._timer: asyncio.TimerHandle | None = None
         self._since = 0.0  # when the oldest pending item arrived, in loop time
-        self._loop = transport.open_loop()
+        self._loop = transport.loop or asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
         if not self._loop.is_running():
             self._thread = threading.Thread(
@@ -168,7 +162,7 @@ class QuietSender(ABC):
             self._loop.call_soon_threadsafe(change, *args)
 
     def close(self) -> None:
-        """Abort what is in flight and close the loop, if the transport owns it."""
+        """Abort what is in flight, and close the loop if it is the sender's own."""
         if self._loop.is_running():
             finish = asyncio.run_coroutine_threadsafe(self._finish(), self._loop)
             while not finish.done() and self._loop.is_running():
@@ -177,7 +171,8 @@ class QuietSender(ABC):
         if self._thread is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-            self._transport.close_loop(self._loop)
+            if self._transport.loop is None:
+                self._loop.close()
 
     def _send_when_quiet(self, quiet_s: float, send: Callable[[], None]) -> None:
         """Send after the quiet time, unless this is called again before it is over."""
@@ -367,17 +362,13 @@ class WaveClient:
     def __init__(self, transport: WaveTransport, quiet_s: float) -> None:
         if not quiet_s > 0:
             raise ConfigError(f"quiet_s={quiet_s!r} must be above 0, such as 0.01.")
-        self._transport = transport
+        self.transport = transport
         self._quiet_s = quiet_s
         self._lock = threading.Lock()
         self._lane: WaveLane | None = None
         self._holders = 0
         # Number of calls in each of the latest waves, in order.
         self.wave_sizes: deque[int] = deque(maxlen=KEPT_WAVE_SIZES)
-
-    def check_caller(self) -> None:
-        """Raise EngineError if the current thread must not block for an answer."""
-        self._transport.check_caller()
 
     def submit(self, body: dict[str, Any]) -> Any:
         """Run one native ``/generate`` body, and return its parsed answer.
@@ -396,7 +387,7 @@ class WaveClient:
             ) from None
         if call.stop_reason is not None:
             raise EngineError(call.stop_reason)
-        self.check_caller()
+        self.transport.check_caller()
         with self.lane() as lane:
             status, answer = lane.answer_to(call)
         if status >= 400:
@@ -409,7 +400,7 @@ class WaveClient:
         with self._lock:
             lane = self._lane
             if lane is None:
-                lane = WaveLane(self._transport, self._quiet_s, self.wave_sizes)
+                lane = WaveLane(self.transport, self._quiet_s, self.wave_sizes)
                 self._lane = lane
             self._holders += 1
         try:
@@ -546,29 +537,23 @@ class EngineTransport(WaveTransport):
                 "this engine was not launched for offline batches; "
                 "launch it with sglang.Engine(offline_batch=True, ...)."
             )
-        self._loop: asyncio.AbstractEventLoop = engine.loop
+        self.loop = loop = engine.loop
         self._priority = INTERACTIVE_PRIORITY if priority is None else priority
         self._engine = SGLangEngine(engine.tokenizer_manager, engine.template_manager)
         self._config = OfflineBatchConfig.from_json(
             engine.server_args.offline_batch_config
         )
-        if _running_loop() is None and not self._loop.is_running():
-            self._loop.run_until_complete(self._engine.connect())
+        if _running_loop() is None and not loop.is_running():
+            loop.run_until_complete(self._engine.connect())
         if threading.current_thread() is threading.main_thread():
-            _handle_signals(engine.tokenizer_manager, self._loop)
+            _handle_signals(engine.tokenizer_manager, loop)
 
     def check_caller(self) -> None:
-        if _running_loop() is self._loop:
+        if _running_loop() is self.loop:
             raise EngineError(
                 "programs cannot run in a coroutine on the engine's own event loop, "
                 "which must answer them; call run_batch in asyncio.to_thread(...)."
             )
-
-    def open_loop(self) -> asyncio.AbstractEventLoop:
-        return self._loop
-
-    def close_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Nothing: the loop belongs to the engine."""
 
     async def send(self, bodies: list[bytes], on_answer: OnAnswer) -> None:
         if self._engine.closing:

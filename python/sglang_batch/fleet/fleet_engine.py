@@ -55,9 +55,7 @@ class FleetEngine(FleetWorkers):
     """Runs requests on workers at ``places``.
 
     Args:
-        min_workers: the job starts with so many, or with all that can start if these are
-            fewer.
-        epoch, gives_up, crashes: see :class:`.FleetWorkers`.
+        epoch, min_workers, gives_up, crashes: see :class:`.FleetWorkers`.
 
     Raises:
         ConfigError: there are no places.
@@ -72,19 +70,9 @@ class FleetEngine(FleetWorkers):
         gives_up: bool = True,
         crashes: CrashCounts | None = None,
     ) -> None:
-        super().__init__(places, epoch, crashes or CrashCounts(), gives_up=gives_up)
-        self._min_workers = min_workers
+        crashes = crashes or CrashCounts()
+        super().__init__(places, epoch, min_workers, crashes, gives_up=gives_up)
         self._jobs: dict[str, FleetJob] = {}
-
-    async def connect(self) -> None:
-        """Start the workers, and wait until there are enough of them.
-
-        Raises:
-            ConfigError: a worker cannot run with this model and these options, or workers
-                differ.
-            EngineError: too few could start.
-        """
-        await self.start(self._min_workers)
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -69,6 +69,7 @@ class FleetWorkers(ABC):
 
     Args:
         epoch: higher than that of any earlier head of these workers.
+        min_workers: jobs start with so many, or with all that can start if these are fewer.
         crashes: of earlier heads of the same jobs.
         gives_up: whether a place is left out where no worker lasts, and not tried again.
 
@@ -84,6 +85,7 @@ class FleetWorkers(ABC):
         self,
         places: Sequence[Place],
         epoch: int,
+        min_workers: int,
         crashes: CrashCounts,
         *,
         gives_up: bool,
@@ -93,7 +95,7 @@ class FleetWorkers(ABC):
         self._all = [FleetWorker(place) for place in places]
         self._epoch, self._num_sessions = epoch, 0
         self._renderer, self._crashes = FleetRenderer(), crashes
-        self._gives_up = gives_up
+        self._min_workers, self._gives_up = min_workers, gives_up
         self.slots: list[tuple[FleetWorker, int]] = []
         self.failure: SGLangBatchError | None = None
         self._clock = time.monotonic
@@ -110,8 +112,8 @@ class FleetWorkers(ABC):
     def _answered(self, worker: FleetWorker, event: LineAnswer | LinesJoined) -> None:
         """A worker has answered lines, or runs them now."""
 
-    async def start(self, enough: int) -> None:
-        """Start the workers, and wait until there are ``enough``, or all that can start.
+    async def connect(self) -> None:
+        """Start the workers, and wait until there are enough, or all that can start.
 
         Raises:
             ConfigError: a worker cannot run with this model and these options, workers
@@ -125,7 +127,7 @@ class FleetWorkers(ABC):
             states = Counter(worker.status for worker in self._all)
             running, out = states[WorkerStatus.RUNNING], states[WorkerStatus.LEFT_OUT]
             settled = running + out == len(self._all)
-            if running >= enough or (settled and running):
+            if running >= self._min_workers or (settled and running):
                 return
             await self.until_changed()
         failure = self.failure

@@ -19,7 +19,7 @@ from ..errors import (
 )
 from ..fleet.head_state import CRASHES
 from ..inputs.job_input import JobInput
-from ..inputs.local_input import LocalInput, describe_change, write_digests
+from ..inputs.local_input import LocalInput, describe_change
 from ..request import named_job_id
 from ..store.files import NAME as EPOCH
 from ..store.files import FileLock, atomic_write, next_epoch
@@ -70,6 +70,7 @@ class JobDirectory:
 
     Attributes:
         path: ``<output>.job``.
+        digests_path: where a run keeps the digests of its lines, to name those that change.
         earlier: the record that :meth:`restore` found.
         record: of the job, after :meth:`begin`, or that one.
         shared: its state at a URL, if it has one.
@@ -84,7 +85,7 @@ class JobDirectory:
         self._state = state
         self._record_path = self.path / RECORD
         self._log_path = self.path / RESULTS
-        self._digests_path = self.path / "input.digests"
+        self.digests_path = self.path / "input.digests"
         self._lock = FileLock(self.path / "lock")
         self._afresh = False
         self.earlier: JobRecord | None = None
@@ -187,7 +188,7 @@ class JobDirectory:
     def check_input(self, found: JobRecord, local: LocalInput) -> None:
         """Raises InputError if a job began with another input; names its lines."""
         if found.input_sha256 != local.sha256():
-            change = describe_change(self._digests_path, local)
+            change = describe_change(self.digests_path, local)
             raise self.another(f"input: {change}" if change else "input")
 
     def another(self, difference: str) -> InputError:
@@ -202,10 +203,6 @@ class JobDirectory:
         if self.shared is None:
             return next_epoch(self.path)
         return self.shared.epoch
-
-    def remember_input(self, local: LocalInput) -> None:
-        """Keep the facts that a later run needs to name the lines of a changed input."""
-        write_digests(self._digests_path, local)
 
     def begin(self, record: JobRecord, *, overwrite: bool) -> None:
         """Resume the job that :meth:`restore` found, or begin a new one.

@@ -23,7 +23,7 @@ from ..batch_api.stop_rules import with_stop_rules
 from ..errors import SGLangBatchError, StoreError, StoreWriteError
 from ..fleet.fleet_engine import FleetEngine
 from ..fleet.fleet_worker import WorkerState
-from ..inputs.local_input import LocalInput
+from ..inputs.local_input import LocalInput, write_digests
 from ..job.answer_cache import CachedAnswers, answer_known
 from ..job.bucketed_job import BucketedJob
 from ..job.early_stop import GIVEN_UP, given_up_message, num_enough
@@ -92,7 +92,7 @@ class RunningJob:
             rows=self.prepared.options.job_input.row_options(),
         )
         self._directory.begin(record, overwrite=self.prepared.afresh)
-        self._directory.remember_input(self._local)
+        write_digests(self._directory.digests_path, self._local)
         self._log = log = self._directory.open_log()
         self._before = Counts.of(log)
         if self._local.fields is not None:

@@ -93,8 +93,7 @@ class SlimeGenerate:
             or getattr(args, "use_rollout_routing_replay", False)
         ):
             theirs = importlib.import_module("slime.rollout.sglang_rollout")
-            found: SlimeSample = await theirs.generate(args, sample, sampling_params)
-            return found
+            return await theirs.generate(args, sample, sampling_params)
         if sample.response_length >= sampling_params["max_new_tokens"]:
             sample.status = sample.Status.TRUNCATED
             return sample

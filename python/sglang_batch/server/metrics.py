@@ -249,8 +249,7 @@ def pause_kind(reason: str | None) -> str | None:
 
 def _line_errors(row: Row) -> dict[str, int]:
     text = row.get("line_errors")
-    errors: dict[str, int] = json.loads(text) if text else {}
-    return errors
+    return json.loads(text) if text else {}
 
 
 def _num_left(row: Row) -> int:

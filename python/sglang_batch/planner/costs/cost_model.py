@@ -255,8 +255,7 @@ class CostModel:
         """States and windows of a request, as tokens of KV that take as long to read in a
         decode step. Windows count as they are when it begins."""
         windows = np.minimum(_floats(input_len), self.window) * self.window_reads
-        more: Floats = np.rint(windows + self.state_reads)
-        return more
+        return np.rint(windows + self.state_reads)
 
     def compute_time_s(self, input_len: Values, output_len: Values) -> Floats:
         """Comp(r): compute time of requests that share nothing, in seconds."""

@@ -158,8 +158,7 @@ class StepSeconds:
     @property
     def other_s(self) -> Floats:
         """Neither arithmetic nor reads."""
-        other: Floats = self.link_s + self.idle_s
-        return other
+        return self.link_s + self.idle_s
 
     @property
     def by_limit(self) -> dict[str, Floats]:
@@ -175,8 +174,7 @@ class StepSeconds:
     @property
     def total_s(self) -> Floats:
         """With operators one after the other."""
-        total: Floats = self.compute_s + self.memory_s + self.other_s
-        return total
+        return self.compute_s + self.memory_s + self.other_s
 
 
 def step_seconds(
@@ -262,8 +260,7 @@ class _Device:
         kernel."""
         rate = self.flops[rate_bits]
         if self.cores is None:
-            exact: Floats = 2.0 * inputs * outputs * tokens * number / rate
-            return exact
+            return 2.0 * inputs * outputs * tokens * number / rate
         best = np.full_like(tokens, np.inf)
         for tile_m, tile_n, share in _TILES:
             tiles = np.ceil(tokens / tile_m) * np.ceil(outputs / tile_n) * number
@@ -315,8 +312,7 @@ def _experts(
 def experts_used(experts: int, chosen: int, tokens: Floats) -> Floats:
     """Experts of a layer whose weights are read, if tokens choose at random."""
     idle: Floats = (1.0 - chosen / experts) ** tokens
-    used: Floats = experts * (1.0 - idle)
-    return used
+    return experts * (1.0 - idle)
 
 
 def _part(matrix: Matrix, tp: int) -> tuple[int, int]:
@@ -359,8 +355,7 @@ def _reductions(
         if devices == 1:
             return np.zeros_like(sent)
         ring = 2.0 * (devices - 1) / devices * sent / device.link
-        seconds: Floats = ring + _REDUCE_S
-        return seconds
+        return ring + _REDUCE_S
 
     layers, ranks = shape.num_layers, parallel.attention_ranks
     behind_attention = reduce_s(residual_bytes, parallel.attention_tp)

@@ -167,8 +167,7 @@ def _spread_of(
     gained = reached - np.where(tree.parent >= 0, reached[tree.parent], 0.0)
     per_leaf = gained / np.maximum(tree.leaf_end - tree.leaf_begin, 1)
     above = _sum_over_path(tree.parent, per_leaf)
-    spread: Floats = whole - reached[tree.leaf_parent] + above[tree.leaf_parent]
-    return spread
+    return whole - reached[tree.leaf_parent] + above[tree.leaf_parent]
 
 
 @jit

@@ -69,8 +69,7 @@ def group_order(
     ratio = decode / np.maximum(prefill, 1)
     place = np.empty(num_groups, np.int64)
     place[np.argsort(-ratio, kind="stable")] = np.arange(num_groups)
-    by_group: Int64s = tree.order[np.argsort(place[groups.group_of], kind="stable")]
-    return by_group
+    return tree.order[np.argsort(place[groups.group_of], kind="stable")]
 
 
 @jit

@@ -23,7 +23,7 @@ from sglang_batch.planner.machine_model import Machine
 from sglang_batch.planner.ordering.order import OrderSettings
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 from sglang_batch.planner.simulator.simulator import Simulation
-from sglang_batch.prediction.report import Lengths, forecast
+from sglang_batch.prediction.report import forecast
 
 # Share of the answers that a plan knows of, over a job: the first plan has a sample of 1 %, and
 # each later one twice the answers of the last, from 64 on.
@@ -80,9 +80,15 @@ def predict(task: dict[str, Any], machine: Machine) -> Simulation:
         np.array([each["max_new_tokens"] for each in params], np.int32),
         np.where(known, output_len, UNKNOWN).astype(np.int32),
     )
-    lengths = Lengths(true=output_len, sample_share=0.0 if known.all() else _KNOWN)
     policy = task["policy"]
-    found = forecast(requests, machine, [policy], lengths, OrderSettings())
+    found = forecast(
+        requests,
+        machine,
+        [policy],
+        OrderSettings(),
+        true_output_len=output_len,
+        sample_share=0.0 if known.all() else _KNOWN,
+    )
     return found.runs[policy].simulation
 
 

@@ -23,7 +23,7 @@ from sglang_batch.planner.prefixes.bucket_splitters import (
 )
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 from sglang_batch.planner.sharding.speeds import ShardSpeeds
-from sglang_batch.prediction.report import Lengths, forecast
+from sglang_batch.prediction.report import forecast
 
 CAPACITY = 64
 ORDERS = [policy for policy in POLICIES if policy != AUTO]
@@ -83,13 +83,15 @@ def test_an_order_of_nothing(job: str, policy: str) -> None:
 def test_a_forecast_of_nothing() -> None:
     settings = OrderSettings(seed=0)
     for share in (0.0, 0.5):
-        lengths = Lengths(np.zeros(0, np.int32), share)
-        found = forecast(requests_of([]), machine(), ORDERS, lengths, settings)
+        found = forecast(
+            requests_of([]), machine(), ORDERS, settings,
+            true_output_len=np.zeros(0, np.int32), sample_share=share,
+        )  # fmt: skip
         assert {run.simulation.seconds for run in found.runs.values()} == {0.0}
         assert found.best in ORDERS
     for job in ("one too large", "all too large"):
         with pytest.raises(InputError, match="No request fits"):
-            forecast(requests_of(JOBS[job]), machine(), ORDERS, Lengths(), settings)
+            forecast(requests_of(JOBS[job]), machine(), ORDERS, settings)
 
 
 @pytest.mark.parametrize("num_buckets", [1, 4])

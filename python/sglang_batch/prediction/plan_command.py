@@ -36,7 +36,7 @@ from ..run.run_options import command_line, job_input
 from ..store.token_spool import TokenSpool
 from .machine_choice import choose, chosen_device, make_machine
 from .options import boxes, check_choice
-from .report import LeftOut, Lengths, MachineInfo, Measured, Report, forecast
+from .report import LeftOut, MachineInfo, Measured, Report, forecast
 from .table import check_plot, progress, read_measured, show, show_measured
 
 if TYPE_CHECKING:
@@ -202,8 +202,8 @@ def _report(
         requests,
         machine,
         progress((*orders, *options.compare)),
-        Lengths(default=options.default_output_len),
         OrderSettings(seed=options.seed, max_wait_steps=options.max_wait_steps),
+        default_output_len=options.default_output_len,
     )
     chosen = found.best_of(orders)
     return Report(

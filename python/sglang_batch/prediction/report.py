@@ -264,20 +264,6 @@ def significant(value: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
-    """The output lengths that are known.
-
-    true: int32 ``[n]``, to simulate with. None to draw them from the estimates' distribution.
-    sample_share: share of the requests from whose true lengths the estimates are learnt.
-    default: E[d] in tokens for requests of unknown length, see ``OutputLengthEstimator``.
-    """
-
-    true: Int32s | None = None
-    sample_share: float = 0.0
-    default: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Forecast:
     """A job of ``n`` requests that fit into the KV cache, and its run per policy.
 
@@ -326,25 +312,34 @@ def forecast(
     requests: PlanRequests,
     machine: Machine,
     policies: Iterable[str],
-    lengths: Lengths,
     settings: OrderSettings,
+    *,
+    true_output_len: Int32s | None = None,
+    sample_share: float = 0.0,
+    default_output_len: int | None = None,
 ) -> Forecast:
     """Simulate a job under each policy. ``policies`` may be a progress bar.
+
+    Args:
+        true_output_len: int32 ``[n]``, to simulate with. None to draw them from the estimates'
+            distribution.
+        sample_share: share of the requests from whose true lengths the estimates are learnt.
+        default_output_len: of requests of unknown length, see ``OutputLengthEstimator``.
 
     Raises:
         ConfigError: a policy is unknown.
         InputError: no request fits into the machine, or a setting is out of range.
     """
     observed = None
-    if lengths.true is not None and lengths.sample_share > 0:
-        observed = _sample(requests, lengths.true, lengths.sample_share, settings.seed)
+    if true_output_len is not None and sample_share > 0:
+        observed = _sample(requests, true_output_len, sample_share, settings.seed)
     job = Candidates(
         requests,
         machine,
         settings,
         observed=observed,
-        true_output_len=lengths.true,
-        default_output_len=lengths.default,
+        true_output_len=true_output_len,
+        default_output_len=default_output_len,
     )
     if len(job.fits) == 0 < len(requests):
         raise InputError(
@@ -355,7 +350,7 @@ def forecast(
     runs = {policy: job.run(policy) for policy in policies}
     est_output_len = job.estimates.est_output_len
     est_output_len_sq = job.estimates.est_output_len_sq
-    if lengths.true is not None:
+    if true_output_len is not None:
         est_output_len = job.output_len.astype(np.float64)
         est_output_len_sq = est_output_len**2
 

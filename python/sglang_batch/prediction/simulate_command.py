@@ -18,7 +18,7 @@ from ..planner.requests import Int64s
 from .machine_choice import choose, make_machine, named_device
 from .models import MODELS
 from .options import DEFAULT_HARDWARE, boxes, check_choice
-from .report import LeftOut, Lengths, MachineInfo, Report, forecast
+from .report import LeftOut, MachineInfo, Report, forecast
 from .synthetic_jobs import SyntheticJob, lengths_job
 from .table import check_plot, progress, show
 from .workloads.mix import Workload
@@ -48,8 +48,9 @@ def simulate(options: argparse.Namespace) -> int:
         workload.requests,
         machine,
         policies,
-        Lengths(true=workload.output_len, sample_share=options.sample_share),
         OrderSettings(seed=options.seed, max_wait_steps=options.max_wait_steps),
+        true_output_len=workload.output_len,
+        sample_share=options.sample_share,
     )
     report = Report(
         job=job.title,

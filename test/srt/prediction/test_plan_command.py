@@ -157,13 +157,13 @@ def test_the_forecast_is_that_of_the_plan_a_run_makes() -> None:
     from sglang_batch.planner.machine_model import EngineLimits, Machine
     from sglang_batch.planner.ordering.order import OrderSettings
     from sglang_batch.planner.plan import Candidates, best
-    from sglang_batch.prediction.report import Lengths, forecast
+    from sglang_batch.prediction.report import forecast
     from sglang_batch.prediction.workloads.mix import industry
 
     requests = industry(120, seed=1).requests
     cost = CostModel(token_time_s=1e-5, kv_read_time_s=1e-8, weight_read_time_s=1e-3)
     machine = Machine(cost, EngineLimits(kv_capacity_tokens=6000))
-    found = forecast(requests, machine, PAGED_ORDERS, Lengths(), OrderSettings())
+    found = forecast(requests, machine, PAGED_ORDERS, OrderSettings())
     job = Candidates(requests, machine, OrderSettings())
     made = {policy: job.run(policy).simulation for policy in PAGED_ORDERS}
     assert found.best == best(made)

@@ -23,7 +23,7 @@ from fake_engine import FakeEngine
 from sglang_batch.batch_api.objects import batch_object
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.job.answer_cache import ModelAnswers
-from sglang_batch.job.engine_time import KEPT_S, EngineTime
+from sglang_batch.job.engine_time import KEPT_S, Account, EngineTime
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.request import Work
 from sglang_batch.server.access.usage import cost_object, costs_by_label, usage_since
@@ -153,7 +153,7 @@ class Clock:
 def test_seconds_are_divided_by_the_work_that_was_done() -> None:
     clock = Clock()
     time = EngineTime(lambda: 2, lambda: COST, clock)
-    a, b = time.account(), time.account()
+    a, b = Account(time), Account(time)
     clock.now = 5.0  # without lines
     a.enter()
     b.enter()
@@ -173,7 +173,7 @@ def test_seconds_are_divided_by_the_work_that_was_done() -> None:
 def test_what_ended_long_ago_changes_no_more() -> None:
     clock = Clock()
     time = EngineTime(lambda: 1, lambda: COST, clock)
-    a, b = time.account(), time.account()
+    a, b = Account(time), Account(time)
     for account, seconds in ((a, 2.0), (b, 4.0)):
         account.enter()
         clock.now += seconds
@@ -182,7 +182,7 @@ def test_what_ended_long_ago_changes_no_more() -> None:
     assert (a.seconds, b.seconds, a.closed) == (3.0, 3.0, False)
     clock.now += KEPT_S
     assert a.closed and b.closed
-    c = time.account()
+    c = Account(time)
     c.enter()
     clock.now += 8.0
     c.leave(Work(tokens=1))
@@ -195,7 +195,7 @@ def test_equal_work_costs_the_same(orders: tuple[str, str], num_first: int) -> N
     """Two tenants in an engine that gets slower and faster, one of them later."""
     clock, chance = Clock(), random.Random(7)
     time = EngineTime(lambda: 1, lambda: COST, clock)
-    accounts = [time.account(), time.account()]
+    accounts = [Account(time), Account(time)]
     queues = []
     for order in orders:
         work = [LONG_PROMPT] * 30 + [LONG_ANSWER] * 30

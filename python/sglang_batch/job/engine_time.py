@@ -39,10 +39,6 @@ class EngineTime:
         self._work_s = 0.0
         self._last = clock()
 
-    def account(self) -> Account:
-        """The account of one more batch."""
-        return Account(self)
-
     def enter(self) -> None:
         """A line comes."""
         self._advance()

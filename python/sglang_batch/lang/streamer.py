@@ -272,24 +272,21 @@ class AnswerColumns:
             rows, url=self._url, template=self._template,
             ordered=True, window=max(1, len(rows)),
         )  # fmt: skip
-        answers = self._answer_columns(list(found))
-        if not hasattr(batch, "to_pylist"):
-            return {**batch, **answers}
-        import pyarrow as pa
-
-        for name, values in answers.items():
-            batch = batch.append_column(name, pa.array(values, pa.string()))
-        return batch
-
-    def _answer_columns(self, answers: list[StreamAnswer]) -> dict[str, Any]:
+        answers = list(found)
         text, error, body = self._names
-        columns: dict[str, Any] = {
+        added: dict[str, Any] = {
             text: [answer.text for answer in answers],
             error: [answer.error for answer in answers],
         }
         if body is not None:
-            columns[body] = [json.dumps(answer.body) for answer in answers]
-        return columns
+            added[body] = [json.dumps(answer.body) for answer in answers]
+        if not hasattr(batch, "to_pylist"):
+            return {**batch, **added}
+        import pyarrow as pa
+
+        for name, values in added.items():
+            batch = batch.append_column(name, pa.array(values, pa.string()))
+        return batch
 
     def close(self) -> None:
         """Unload the model, if it is this object's own."""

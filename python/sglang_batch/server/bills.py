@@ -49,7 +49,7 @@ class Bills:
             owner, earlier_s = (
                 ("", 0.0) if row is None else (row["owner"], row["engine_s"])
             )
-            bill = Bill(self._time.account(), owner, earlier_s)
+            bill = Bill(Account(self._time), owner, earlier_s)
             self._bills[batch_id] = bill
         bill.account.ended_at = None
         bill.written_s = None

@@ -289,8 +289,7 @@ class Parallelism:
             "TP": self.tp,
             "PP": self.pp,
             "DP": self.replicas,
-            "attention DP": self.attention_ranks,
+            "attention-DP": self.attention_ranks,
             "EP": self.ep,
         }
-        shown = [f"{name}{n}" for name, n in parts.items() if n > 1]
-        return " ".join(shown).replace("attention DP", "attention-DP") or "TP1"
+        return " ".join(f"{name}{n}" for name, n in parts.items() if n > 1) or "TP1"

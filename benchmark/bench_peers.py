@@ -13,7 +13,7 @@ that lacks AMX, so stock SGLang has this package's platform: `--stock improved` 
 linear layers and attention, too, `plain` without.
 
 cpu s: processor seconds of all processes of a peer, the measure on a machine that others use.
-OpenMP's threads sleep while they wait, for all peers, as they do in ours.
+OpenMP's threads sleep while they wait, and freed memory is kept, for all peers as in ours.
 cached: share of the prompt tokens that came from the cache. SGLang counts a retracted
     request's first prefill.
 same: answers equal to those of transformers, which is exact in float32 alone, and which knows
@@ -115,6 +115,7 @@ def run_jobs(peer: Peer, jobs: Sequence[PeerJob], options: Any) -> Iterator[Run]
 def started(command: list[str], log: Any, threads: int) -> Iterator[Any]:
     environment = {
         **os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }  # fmt: skip

@@ -66,6 +66,27 @@ def checkpoint(demo_model: Path, folder: Path, dtype: str) -> str:
     return str(path)
 
 
+ENVIRONMENT = """if True:
+    import os
+    from sglang_batch.srt.engine import cpu_defaults
+    from sglang_batch.srt.engine.in_process import parse_server_args, resolve
+
+    for name in cpu_defaults.ENVIRONMENT:
+        os.environ.pop(name, None)
+    os.environ["OMP_WAIT_POLICY"] = "ACTIVE"
+    resolve(parse_server_args(["--model-path", "{model}", "--device", "cpu"]), print)
+    print(*(os.environ[name] for name in cpu_defaults.ENVIRONMENT))
+"""
+
+
+def test_its_processes_keep_freed_memory_unless_the_user_chose(
+    demo_model: Path,
+) -> None:
+    command = [sys.executable, "-c", ENVIRONMENT.replace("{model}", str(demo_model))]
+    done = preloaded.run(command)
+    assert done.stdout.split() == ["ACTIVE", str(1 << 30), str(32 << 20)], done.stderr
+
+
 @pytest.mark.parametrize(
     ("multiplied", "expected"),
     [

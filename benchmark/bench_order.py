@@ -28,12 +28,14 @@ from pathlib import Path
 
 import numpy as np
 from long_documents import documents
+from order_parts.algorithm_2 import algorithm_2_order
 from report import Figure, add_save, finish, print_figures, print_table
 from tqdm import tqdm
 
 from sglang_batch.config import POLICY_TABLE
 from sglang_batch.planner.costs.bounds import Bounds, lower_bounds, with_law
 from sglang_batch.planner.costs.cost_model import CostModel
+from sglang_batch.planner.costs.tree_work import leaf_work
 from sglang_batch.planner.machine_model import EngineLimits
 from sglang_batch.planner.ordering.order import Order, OrderSettings
 from sglang_batch.planner.ordering.order_functions import make_order
@@ -141,6 +143,13 @@ class Job:
             )
         return self._orders[key]
 
+    def by_algorithm_2(self) -> Order:
+        """The paper's order."""
+        mean, square = self.estimates.est_output_len, self.estimates.est_output_len_sq
+        work = leaf_work(self.tree, self.cost, mean, square)
+        kept = OrderSettings().min_sharing_kept
+        return algorithm_2_order(self.tree, self.cost, work, kept)
+
     def sampled(self, policy: str, settings: OrderSettings) -> Order:
         """The same after the sample if the policy looks at output lengths."""
         order = self.order(policy, settings)
@@ -180,7 +189,9 @@ class Run:
 
 def dual_scan(job: Job, *, paper: bool = False, cost: CostModel | None = None) -> Run:
     """Our dual-scan, or the paper's Algorithms 2 and 3 unchanged."""
-    order = job.sampled("dual-scan", OrderSettings(algorithm_2=paper))
+    order = job.sampled("dual-scan", OrderSettings())
+    if paper:
+        order = job.by_algorithm_2().beginning_with(job.sample)
     limits = EngineLimits(KV_CAPACITY, step_tokens=ONE_LIMIT, closed_loop=not paper)
     return Run("dual-scan", ONE_LIMIT, job.simulate(order, limits, cost))
 

@@ -10,6 +10,7 @@ from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from order_parts.algorithm_2 import algorithm_2_order
 from plan_jobs import (
     COST,
     EDGE_PROMPTS,
@@ -25,6 +26,7 @@ from prefix_tree_check import shared_with_previous
 from sglang_batch.config import ORDERS, POLICIES
 from sglang_batch.errors import ConfigError
 from sglang_batch.planner.costs.cost_model import CostModel
+from sglang_batch.planner.costs.tree_work import leaf_work
 from sglang_batch.planner.ordering.order import Order, OrderSettings, families_mixed
 from sglang_batch.planner.ordering.order_functions import make_order
 from sglang_batch.planner.output_lengths.estimates import OutputEstimates
@@ -50,11 +52,17 @@ COSTS = {
     "free reads": CostModel(token_time_s=1e-5, kv_read_time_s=0.0),
     "free compute": CostModel(token_time_s=0.0, kv_read_time_s=1e-7),
 }
+
+
+class Algorithm2(OrderSettings):
+    """Settings of the paper's order in place of ours."""
+
+
 DUAL = {
     "in two": OrderSettings(),
     "much in two": OrderSettings(min_sharing_kept=0.0),
-    "algorithm 2": OrderSettings(algorithm_2=True),
-    "much by algorithm 2": OrderSettings(algorithm_2=True, min_sharing_kept=0.0),
+    "algorithm 2": Algorithm2(),
+    "much by algorithm 2": Algorithm2(min_sharing_kept=0.0),
 }
 
 
@@ -71,6 +79,9 @@ def order_of(
     tree = build_prefix_tree(requests.tokens, requests.offsets)
     mean = np.array(est_output_len, dtype=np.float64)
     estimates = OutputEstimates(mean, mean**2)
+    if policy == "dual-scan" and isinstance(settings, Algorithm2):
+        work = leaf_work(tree, cost, mean, mean**2)
+        return algorithm_2_order(tree, cost, work, settings.min_sharing_kept)
     return make_order(
         policy, tree, requests, cost, estimates, settings or OrderSettings()
     )
@@ -331,7 +342,7 @@ def test_algorithm_2_repeats_no_more_than_it_says(
     prompts: list[Prompt], seed: int, kept: float
 ) -> None:
     est_output_len = outputs_of(len(prompts), seed)
-    dual = OrderSettings(min_sharing_kept=kept, algorithm_2=True)
+    dual = Algorithm2(min_sharing_kept=kept)
     order = order_of("dual-scan", prompts, est_output_len, settings=dual)
     lost = most_shared(prompts) - shared_in(prompts, order.requests.tolist())
     assert lost <= order.repeated_tokens <= (1 - kept) * most_shared(prompts) + 1e-9

@@ -9,12 +9,10 @@ import pytest
 from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from order_parts.algorithm_2 import split_by_threshold
 from plan_jobs import PROMPTS, Bools, Prompt, prefixes, repeated, tree_of
 
-from sglang_batch.planner.ordering.dual_scan_order import (
-    split_by_threshold,
-    split_in_two,
-)
+from sglang_batch.planner.ordering.dual_scan_order import split_in_two
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree
 
 SMALL = st.lists(

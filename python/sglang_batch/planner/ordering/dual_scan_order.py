@@ -4,11 +4,11 @@ A subtree may have compute-intensive and memory-intensive requests, such as answ
 one word and of ten thousand to the same document. As a whole, it is sorted to one side,
 and its minority is misplaced. Split, both sides compute its prefix.
 
-:func:`split_by_threshold` is BlendServe's Algorithm 2: all children of an opened node
-become units of their own. :func:`split_in_two` is ours: an opened node is cut only
-once, between the compute-intensive and the memory-intensive requests below it, so its
-prefix is computed twice and not once per child. For a given price per second of
-misplaced work, one pass over the tree from the leaves up finds the best nodes to open.
+In BlendServe's Algorithm 2 all children of an opened node become units of their own. In ours,
+:func:`split_in_two`, an opened node is cut only once, between the compute-intensive and the
+memory-intensive requests below it, so its prefix is computed twice and not once per child.
+For a given price per second of misplaced work, one pass over the tree from the leaves up
+finds the best nodes to open.
 """
 
 from __future__ import annotations
@@ -33,48 +33,20 @@ def dual_scan_order(
         return Order(tree.order, density=np.zeros(0))
     target = root_density(tree, cost, work)
     compute = leaf_compute(tree, cost, work)
-    if settings.algorithm_2:
-        leaves, num_left, extra = _by_units(tree, cost, work, target, settings)
-    else:
-        # Seconds of compute (or memory) time that a request has beyond the target: its
-        # harm on the wrong side.
-        harm = compute - (target if np.isfinite(target) else 0.0) * work.memory_s
-        shared = tree.num_tokens - tree.num_unique_tokens
-        budget = int(shared * (1.0 - settings.min_sharing_kept))
-        right, extra = split_in_two(tree, harm < 0.0, np.abs(harm), budget)
-        sides = [_sorted_side(tree, cost, work, side) for side in (~right, right)]
-        leaves, num_left = np.concatenate(sides), len(sides[0])
+    # Seconds of compute (or memory) time that a request has beyond the target: its harm on
+    # the wrong side.
+    harm = compute - (target if np.isfinite(target) else 0.0) * work.memory_s
+    shared = tree.num_tokens - tree.num_unique_tokens
+    budget = int(shared * (1.0 - settings.min_sharing_kept))
+    right, extra = split_in_two(tree, harm < 0.0, np.abs(harm), budget)
+    sides = [_sorted_side(tree, cost, work, side) for side in (~right, right)]
+    leaves, num_left = np.concatenate(sides), len(sides[0])
     return Order(
         requests=tree.order[leaves],
         density=smooth_density(compute[leaves], work.memory_s[leaves]),
         num_left=num_left,
         repeated_tokens=extra,
     )
-
-
-def _by_units(
-    tree: PrefixTree,
-    cost: CostModel,
-    work: LeafWork,
-    target: float,
-    settings: OrderSettings,
-) -> tuple[Int64s, int, int]:
-    """BlendServe's Algorithm 2: units in falling density, each sorted layer by layer.
-
-    One pass meets both stop conditions of the paper's loop: units below the root are in
-    order (C1), and every further cut inside them costs more than the threshold (C2).
-    Returns leaf positions, int64 ``[n]``, how many are on the left, and tokens computed again.
-    """
-    unit, extra = split_by_threshold(tree, settings.min_sharing_kept)
-    compute = leaf_compute(tree, cost, work)
-    n = tree.num_requests
-    density = compute_density(
-        np.bincount(unit, compute, n), np.bincount(unit, work.memory_s, n)
-    )[unit]
-    inside = np.empty(n, np.int64)
-    inside[layer_sort(tree, cost, work)] = np.arange(n)
-    leaves = np.lexsort((inside, -density))
-    return leaves, int((density >= target).sum()), extra
 
 
 def _sorted_side(
@@ -204,77 +176,3 @@ def _sides(
         node = uncut[leaf_parent[leaf]]
         side[leaf] = is_right[leaf] if node < 0 else mostly[node] == _RIGHT
     return side
-
-
-def split_by_threshold(
-    tree: PrefixTree, min_sharing_kept: float = 0.99
-) -> tuple[Int64s, int]:
-    """BlendServe's Algorithm 2: the units that are sorted at the root.
-
-    A node is opened if computing its prefix once per child is within the threshold. Its
-    children become units or are opened in turn, with the threshold divided among them.
-    (The paper's listing prints the test once with ``>`` for keeping a node whole, its
-    text the other way round.) The threshold is the largest that keeps ``min_sharing_kept`` of
-    the shared tokens.
-
-    Returns:
-        The number of each leaf's unit, int64 ``[n]``, and the tokens computed again if
-        no two units of one node are adjacent in the order.
-    """
-    children = np.bincount(tree.parent[1:], minlength=tree.num_nodes) + np.bincount(
-        tree.leaf_parent, minlength=tree.num_nodes
-    )
-    shared = tree.num_tokens - tree.num_unique_tokens
-    allowed = (1.0 - min_sharing_kept) * shared
-
-    def split(threshold: float) -> tuple[Int64s, int]:
-        return _units_by_threshold(
-            tree.parent, tree.depth, tree.leaf_parent, tree.leaf_begin,
-            children, threshold,
-        )  # fmt: skip
-
-    low, high = 0.0, 1.0
-    while split(high)[1] <= allowed and high < 1e18:
-        high *= 16.0
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2.0
-        low, high = (middle, high) if split(middle)[1] <= allowed else (low, middle)
-    return split(low)
-
-
-@jit
-def _units_by_threshold(
-    parent: Int32s, depth: Int32s, leaf_parent: Int32s, leaf_begin: Int64s,
-    children: Int64s, threshold: float,
-) -> tuple[Int64s, int]:  # fmt: skip
-    """Units and tokens as returned by :func:`split_by_threshold`."""
-    m = len(parent)
-    budget = np.zeros(m)
-    unit_of_node = np.full(m, -1, np.int64)
-    budget[0] = threshold
-    for node in range(m):
-        above = parent[node]
-        if node > 0 and unit_of_node[above] >= 0:
-            unit_of_node[node] = unit_of_node[above]
-            continue
-        if node > 0:
-            budget[node] = budget[above] / children[above]
-        if depth[node] * children[node] > budget[node]:
-            unit_of_node[node] = leaf_begin[node]
-    unit = np.empty(len(leaf_parent), np.int64)
-    units_below = np.zeros(m, np.int64)
-    for leaf in range(len(unit)):
-        unit[leaf] = unit_of_node[leaf_parent[leaf]]
-        if unit[leaf] < 0:
-            unit[leaf] = leaf
-            units_below[leaf_parent[leaf]] += 1
-    # All units below an opened node compute the node's own tokens, not only one.
-    extra = 0
-    for node in range(m - 1, 0, -1):
-        above = parent[node]
-        if unit_of_node[node] < 0:
-            extra += (depth[node] - depth[above]) * (units_below[node] - 1)
-            units_below[above] += units_below[node]
-        elif unit_of_node[above] < 0:
-            units_below[above] += 1
-    return unit, extra

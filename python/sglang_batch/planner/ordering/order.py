@@ -80,7 +80,6 @@ class OrderSettings:
     seed: of ``random``, and of the output lengths that ``auto`` simulates with.
     min_sharing_kept: share of the shared prompt tokens that dual-scan keeps when it
         moves outliers out of their subtrees, 0 to 1.
-    algorithm_2: split subtrees as in BlendServe's Algorithm 2, into all their children.
     max_wait_steps: see :class:`LengthKeys`.
 
     Raises:
@@ -89,7 +88,6 @@ class OrderSettings:
 
     seed: int = 0
     min_sharing_kept: float = 0.998
-    algorithm_2: bool = False
     max_wait_steps: int | None = None
 
     def __post_init__(self) -> None:

@@ -66,10 +66,8 @@ class Staging:
         if (plain_file := job_input.plain_file) is not None:
             return LocalInput(plain_file, job_input.sources[0].name)
         manifest = None if afresh else self._earlier(job_input)
-        is_whole = self.path.is_file() and (
-            manifest is not None and self.path.stat().st_size == manifest.size
-        )
-        if manifest is None or not is_whole:
+        size = self.path.stat().st_size if self.path.is_file() else -1
+        if manifest is None or manifest.size != size:
             manifest = self._make(job_input)
             with atomic_write(self._manifest_path) as file:
                 file.write(msgspec.json.encode(manifest))
@@ -98,9 +96,6 @@ class Staging:
 
     def drop_copy(self) -> None:
         self.path.unlink(missing_ok=True)
-
-    def _is_whole(self, manifest: Manifest) -> bool:
-        return self.path.is_file() and self.path.stat().st_size == manifest.size
 
     def _make(self, job_input: JobInput) -> Manifest:
         for source in job_input.sources:

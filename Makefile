@@ -8,8 +8,8 @@ STAMP := $(VENV)/.installed
 # The demo model is so small that a second thread only gets in the way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env demo demo-embeddings fleet-demo test test-fast test-nightly lint types compile \
-	compile-planner compile-fields unit unit-fast format constraints clean
+.PHONY: env demo demo-embeddings fleet-demo test test-fast test-nightly lint types checked \
+	compile compile-planner compile-fields unit unit-fast format constraints clean
 
 env: $(STAMP)
 
@@ -27,15 +27,18 @@ demo-embeddings: env
 fleet-demo: env
 	$(BIN)/python benchmark/fleet_demo.py
 
-# Types are checked on one core while the planner, which takes longest, is compiled on
-# another. Otherwise each process of the tests would compile it.
 test: lint
-	$(MAKE) -j 2 compile-planner types compile-fields
+	$(MAKE) -j 2 checked
 	$(MAKE) unit
 
 # All but test/srt, the tests that import or start SGLang, and those marked as slow.
 test-fast: lint
-	$(MAKE) -j 2 types unit-fast
+	$(MAKE) -j 2 checked
+	$(MAKE) unit-fast
+
+# Types are checked on one core while the planner, which takes longest, is compiled on
+# another. Otherwise each process of the tests would compile it.
+checked: compile-planner types compile-fields
 
 unit-fast: env
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=test/srt -m "not slow"

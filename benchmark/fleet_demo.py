@@ -15,7 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from fleet_parts.local_cluster import (
     LocalCluster,
@@ -42,7 +44,11 @@ def main() -> int:
             return run(cluster, Path(scratch))
 
 
-def run(cluster: LocalCluster, scratch: Path) -> int:
+def run(
+    cluster: LocalCluster,
+    scratch: Path,
+    start: Callable[[list[str]], subprocess.Popen[Any]] = subprocess.Popen,
+) -> int:
     output = scratch / "answers.jsonl"
     command = [
         sys.executable, "-m", "sglang_batch", "run", "--ray", cluster.address,
@@ -52,7 +58,7 @@ def run(cluster: LocalCluster, scratch: Path) -> int:
         "--max-running-requests", "8",
     ]  # fmt: skip
     print("$ sglang-batch", *command[3:], flush=True)
-    job = subprocess.Popen(command)
+    job = start(command)
     log = scratch / "answers.jsonl.job" / "results.jsonl"
     try:
         wait_until(

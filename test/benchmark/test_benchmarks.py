@@ -108,7 +108,8 @@ def test_the_models_of_today() -> None:
 @pytest.mark.slow
 def test_parts_and_the_file_to_save(tmp_path: Path) -> None:
     saved = tmp_path / "dense.json"
-    document = quick_run("bench_dense.py", "sharing", "--save", str(saved))
+    save = "--save", str(saved)
+    document = quick_run("bench_dense.py", "sharing", *save, with_sglang=True)
     assert json.loads(saved.read_text()) == document
     listed = subprocess.run(
         [sys.executable, str(BENCHMARKS / "bench_doors.py"), "--list"],
@@ -125,7 +126,7 @@ def test_parts_and_the_file_to_save(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(330)
 def test_peers_on_the_random_model() -> None:
-    document = quick_run("bench_peers.py")
+    document = quick_run("bench_peers.py", with_sglang=True)
     assert (
         document["missed"] == []
     )  # without vLLM and stock SGLang, no ratio has a target

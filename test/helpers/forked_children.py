@@ -5,9 +5,9 @@ SGLang for ten seconds of processor time. Scripts run by :func:`command` import 
 or not at all if :mod:`preloaded` runs them.
 Their children come from a fork server, as those of Python's ``forkserver`` method:
 forked before any plugin was loaded, and given the pickled target and arguments that a
-new process would get, and its environment. So does ``python -m sglang_batch``, started by
-a script. A fork cannot show it all, so servers with several tokenizer workers, and the one
-that most tests share, start as a user starts them.
+new process would get, and its environment. So do ``python -m sglang_batch`` and scripts,
+started by a script. A fork cannot show it all, so the server that most tests share starts as
+a user starts it.
 """
 
 from __future__ import annotations
@@ -53,11 +53,10 @@ def script_command(script: Path, *argv: str) -> list[str]:
 
 
 def run_script(path: str) -> None:
+    preloaded.keep_template()
     start_fork_server()
     subprocess.Popen = Popen  # type: ignore[misc]
-    sys.path[0] = str(Path(path).parent)  # as Python does
-    sys.argv[0] = path
-    runpy.run_path(path, run_name="__main__")
+    _run([path, *sys.argv[1:]])
 
 
 def run(name: str) -> None:
@@ -66,18 +65,31 @@ def run(name: str) -> None:
     module.main()
 
 
+def _run(argv: list[str]) -> None:
+    """Be ``python ARGV``: the package or a script becomes ``__main__``."""
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module("sglang_batch", run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = argv
+        sys.path[0] = str(Path(argv[0]).parent)  # as Python does
+        runpy.run_path(argv[0], run_name="__main__")
+
+
 class Popen(subprocess.Popen[Any]):
-    """``python -m sglang_batch ARGUMENTS`` in a child of the fork server."""
+    """A script, or ``python -m sglang_batch``, in a child of the fork server."""
 
     _forked: popen_forkserver.Popen | None = None
 
     def _execute_child(self, args: Any, executable: Any, *rest: Any) -> None:  # type: ignore[override]
-        ours = [sys.executable, "-m", "sglang_batch"]
-        if isinstance(args, str) or list(args[:3]) != ours or "serve" in args:
+        python, *argv = [args] if isinstance(args, str) else map(str, args)
+        ours = argv[:2] == ["-m", "sglang_batch"] and "serve" not in argv
+        script = bool(argv) and argv[0].endswith(".py")
+        if python != sys.executable or not (ours or script):
             super()._execute_child(args, executable, *rest)  # type: ignore[misc]
             return
         started = preloaded.Started.of(rest)
-        command = _Command([*map(str, args[2:])], started)
+        command = _Command(argv, started)
         describe = spawn.get_preparation_data
         spawn.get_preparation_data = lambda name: {"environment": started.env}
         try:
@@ -104,7 +116,7 @@ class Popen(subprocess.Popen[Any]):
 
 
 class _Command:
-    """In place of a :class:`multiprocessing.Process`: a command of ``sglang_batch``."""
+    """In place of a :class:`multiprocessing.Process`: the arguments of Python."""
 
     _name = "sglang_batch"
 
@@ -117,15 +129,17 @@ class _Command:
         os.close(parent_sentinel)
         for own, given in enumerate(self.streams):
             os.dup2(given.fd, own)
+        sys.stdin = os.fdopen(0, closefd=False)  # a fork server closes its own
         if self.started.new_session:
             os.setsid()
         os.chdir(self.started.cwd)
         start_fork_server()
-        sys.argv = self.argv
         try:
-            runpy.run_module("sglang_batch", run_name="__main__", alter_sys=True)
+            _run(self.argv)
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else int(bool(end.code))
+        finally:
+            util._flush_std_streams()  # type: ignore[attr-defined]
         return 0
 
 

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,11 +37,13 @@ READ_LATER = (
     "OFFLOAD",
     "PROMETHEUS_",
     "PYTEST_",
+    "PYTHONBREAKPOINT",
     "SGLANG_BATCH_",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS",
     "SGLANG_CPU_OMP_THREADS_BIND",
     "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY",
+    "SGLANG_EXTERNAL_MODEL_PACKAGE",
     "SGLANG_HOST_IP",
     "SGLANG_MAMBA_CONV_DTYPE",
     "SGLANG_RUN_ID",
@@ -124,18 +126,15 @@ def run(
 
 
 class _Template:
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        start: Callable[[socket.socket, socket.socket], subprocess.Popen[Any]],
+    ) -> None:
         self.env = dict(os.environ)
         self._lock = threading.Lock()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        code = (
-            f"import sys; sys.path.insert(1, {str(Path(__file__).parent)!r})\n"
-            f"import preloaded; exec(preloaded.next_program({theirs.fileno()}))"
-        )
         # It ends when this process does, which closes the socket.
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=2, pass_fds=[theirs.fileno()]
-        )
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = start(self._socket, theirs)
         theirs.close()
 
     @property
@@ -163,7 +162,17 @@ class _Template:
         return int(answer)
 
 
+def _new_template(_: socket.socket, connection: socket.socket) -> subprocess.Popen[Any]:
+    fd = connection.fileno()
+    code = (
+        f"import sys; sys.path.insert(1, {str(Path(__file__).parent)!r})\n"
+        f"import preloaded; exec(preloaded.next_program({fd}))"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], stdout=2, pass_fds=[fd])
+
+
 _templates: dict[int, _Template] = {}
+_is_fork = False
 
 
 def _template(env: dict[str, str]) -> _Template | None:
@@ -177,7 +186,32 @@ def _template(env: dict[str, str]) -> _Template | None:
             return None
         if template is not None:
             template.end()
-        template = _templates[os.getpid()] = _Template()
+        template = _templates[os.getpid()] = _Template(_new_template)
+    return template
+
+
+class _Fork(subprocess.Popen[Any]):
+    """A fork of this process. In it, ``pid`` is 0."""
+
+    def _execute_child(self, *_: Any) -> None:
+        self.pid = os.fork()
+        self._child_created = bool(self.pid)
+
+
+def keep_template() -> None:
+    """If this program is a fork, its own will be too: of a fork that is made now."""
+    if _is_fork:
+        _templates[os.getpid()] = _Template(_forked_template)
+
+
+def _forked_template(
+    ours: socket.socket, connection: socket.socket
+) -> subprocess.Popen[Any]:
+    template = _Fork([""])
+    if not template.pid:
+        ours.close()
+        exec(_next_program(connection, {}, {}), vars(sys.modules["__main__"]))
+        raise SystemExit
     return template
 
 
@@ -204,7 +238,12 @@ def next_program(fd: int) -> str:
     importlib.import_module("setproctitle").getproctitle()
     gc.collect()
     gc.freeze()  # else each fork would copy them as it looks for garbage
-    connection = socket.socket(fileno=fd)
+    return _next_program(socket.socket(fileno=fd), before, by_imports)
+
+
+def _next_program(
+    connection: socket.socket, before: dict[str, str], by_imports: dict[str, str]
+) -> str:
     while True:
         message, streams, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
         if not message:
@@ -227,6 +266,8 @@ def next_program(fd: int) -> str:
                 for each in (read_end, write_end, *streams):
                     os.close(each)
                 sys.argv = ["-c", *argv[1:]]
+                global _is_fork
+                _is_fork = True
                 return str(argv[0])
             os._exit(0)
         os.waitpid(child, 0)

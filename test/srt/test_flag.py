@@ -107,8 +107,6 @@ def test_flag_reaches_every_scheduler(
         f"--offline-batch-config={CONFIG % policy}",
         *args,
         log_dir=tmp_path,
-        # The flag has to reach new processes; forks of one will do for the other case.
-        as_user=num_dp_ranks > 1,
         # On a CPU, SGLang wants to be told which cores each rank may use.
         env={
             "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
@@ -214,6 +212,7 @@ def runs() -> dict[str, subprocess.CompletedProcess[str]]:
 def test_flags_are_in_both_helps(
     runs: dict[str, subprocess.CompletedProcess[str]],
 ) -> None:
+    # It loads plugins as it imports SGLang.
     serve = str(Path(sys.executable).with_name("sglang"))
     for done in (
         runs["help of launch_server"],

@@ -12,6 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 from prompts import MAX_TOKENS, Case
 from servers import server
@@ -80,7 +81,12 @@ def without_package(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (metadata / "entry_points.txt").write_text(
         "[sglang.srt.platforms]\nstand_in = stand_in_entry:activate\n"
     )
-    return {"PYTHONPATH": str(overlay)}
+    # The children of the stock server are its forks, those of ours new processes.
+    helpers = Path(__file__).parents[1] / "helpers"
+    return {
+        "PYTHONPATH": os.pathsep.join(map(str, (overlay, helpers))),
+        "SGLANG_BATCH_TEST_FORKS": "sglang.launch_server",
+    }
 
 
 def base_python() -> str:
@@ -89,12 +95,8 @@ def base_python() -> str:
 
 
 def test_only_the_flag_itself_is_hooked(demo_model: Path) -> None:
-    report = subprocess.run(
-        [sys.executable, "-c", REPORT, str(demo_model)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    report = preloaded.run([sys.executable, "-c", REPORT, str(demo_model)])
+    assert report.returncode == 0, report.stderr
     found = json.loads(report.stdout.splitlines()[-1])
     assert found["hooks"] == [
         "sglang.srt.server_args.ServerArgs.add_cli_args",

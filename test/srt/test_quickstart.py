@@ -6,8 +6,9 @@ print, in which ``...`` stands for anything. After ``<!-- run: status N -->`` th
 ends with that status. After ``<!-- run: interrupt -->`` it gets Ctrl-C when it has its
 first result, and after ``<!-- run: server -->`` it runs until the section ends.
 
-The server starts as a reader starts it. The other commands are forks of a process that has
-SGLang imported, see :mod:`preloaded`. ``test_crash.py`` starts a run as its user does.
+The server becomes a new process, as a reader's does. Its children and the other commands are
+forks of a process that has SGLang imported, see :mod:`preloaded`. ``test_crash.py`` starts a
+run as its user does.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Folder:
     @property
     def environment(self) -> dict[str, str]:
         own = {"OMP_NUM_THREADS": "1", "XDG_DATA_HOME": str(self.path / "data")}
-        return {**os.environ, **own}
+        # The server's children are its forks.
+        return {**os.environ, **own, "SGLANG_BATCH_TEST_FORKS": "sglang.launch_server"}
 
     def start(self, command: str, output: Path) -> subprocess.Popen[Any]:
         command = self.text(command)
@@ -117,10 +119,12 @@ def test_the_real_model_answers(
 def quick_command(command: str, folder: Path) -> list[str] | None:
     """The command for a fork, if it starts an engine that can be one."""
     tool, what, *argv = shlex.split(command.replace("\\\n", " "))
-    if tool == "sglang-batch" and what != "serve":  # which becomes a new process
+    if tool == "sglang-batch" and what == "serve":  # which becomes a new process
+        code = "from sglang_batch.__main__ import command; command()"
+        return [sys.executable, "-c", code, what, *argv]
+    if tool == "sglang-batch":
         return forked_children.command("cli_main", what, *argv)
-    # An engine in a forked script has ended with a closed file that was not its own.
-    if tool == "python" and what != "generate.py":
+    if tool == "python":
         return forked_children.script_command(folder / what, *argv)
     return None
 

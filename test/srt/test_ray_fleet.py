@@ -1,13 +1,21 @@
-"""Two real engines on a Ray cluster of this machine, one of which is killed in mid-run."""
+"""Two real engines on a Ray cluster of this machine, one of which is killed in mid-run.
+
+The command is a fork of a process that has SGLang imported. Ray's workers are new processes,
+and their engines' processes are forks of them.
+"""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import preloaded
 import pytest
 import ray
+from ray._private import workers
 
 from sglang_batch.errors import ConfigError
 from sglang_batch.fleet.ray.ray_fleet import RayFleet, check_room, join_cluster
@@ -26,13 +34,22 @@ from fleet_parts.local_cluster import (
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    with local_cluster(2) as cluster:
-        yield cluster
+    worker = Path(workers.__path__[0]) / "default_worker.py"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("SGLANG_BATCH_TEST_FORKS", str(worker))
+        with local_cluster(2) as cluster:
+            yield cluster
+
+
+def forked(command: list[str]) -> subprocess.Popen[Any]:
+    python, _, _, *arguments = command
+    code = "from sglang_batch.__main__ import command; command()"
+    return preloaded.Popen([python, "-c", code, *arguments])
 
 
 def test_a_killed_engine_costs_no_line(cluster: LocalCluster, tmp_path: Path) -> None:
     write_demo_model(tmp_path / "model")
-    assert run(cluster, tmp_path) == 0
+    assert run(cluster, tmp_path, forked) == 0
     # The job has ended its engines, and its directory can tell about it.
     wait_until(lambda: not processes("ray::RayWorker"), 10.0)
     log = (tmp_path / "answers.jsonl.job" / "engine.log").read_text()

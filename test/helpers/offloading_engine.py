@@ -90,10 +90,6 @@ class OffloadingScheduler(scheduler_module.Scheduler):  # type: ignore[misc]
         for req in chosen:
             pages = req.kv.cache_protected_len // self.page_size
             shared_len = self.random.choice([0, pages // 2, pages]) * self.page_size
-            try:
-                self.offloading.offload(req, shared_len=(pages + 1) * self.page_size)
-            except ValueError:
-                self.counts["rejected"] += 1
             cost_s = self.random.random()
             if not self.make_room(req, shared_len, cost_s):
                 self.offloading.discard(req)

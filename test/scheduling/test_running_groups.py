@@ -37,11 +37,9 @@ class Running:
 
 @dataclass
 class Jobs:
-    requests: dict[str, tuple[JobState | None, ScheduledRequest]] = field(
-        default_factory=dict
-    )
+    requests: dict[str, tuple[JobState, ScheduledRequest]] = field(default_factory=dict)
 
-    def known(self, req: Running) -> tuple[JobState | None, ScheduledRequest] | None:
+    def planned(self, req: Running) -> tuple[JobState, ScheduledRequest] | None:
         return self.requests.get(req.rid)
 
 
@@ -149,8 +147,6 @@ def test_another_prompt_than_was_planned_is_not_shared() -> None:
 def test_who_is_not_planned_reads_alone() -> None:
     jobs, reqs = batch_of(Random(2), random_prompts(Random(2), 6, step=3))
     online = Running("online", Kv(7, 40))
-    _, request = jobs.requests["r0"]
-    jobs.requests["online"] = (None, request)
     unknown = Running("unknown", Kv(8, 40))
     groups = groups_of(jobs, [online, *reqs, unknown])
     assert groups.request_node[0] == groups.request_node[-1] == -1

@@ -84,12 +84,10 @@ class PrefixForestBuilder:
         self, req: Req, index: dict[NodeKey, int], parent: list[int], end: list[int]
     ) -> int:
         """The request's node in the forest, which is added if it is new."""
-        known = self._jobs.known(req)
-        if known is None:
+        planned = self._jobs.planned(req)
+        if planned is None or planned[1].leaf < 0:
             return -1
-        job, request = known
-        if job is None or request.leaf < 0:
-            return -1
+        job, request = planned
         deepest = _deepest_cached(job, request)
         # Requests in different namespaces share no KV.
         space = (id(job), req.extra_key, req.cache_salt)

@@ -194,14 +194,15 @@ class DecodeScheduler(Apart, OfflineScheduler):
     # Requests leave -------------------------------------------------------------------
 
     def _drop(self, req: Req) -> None:
-        known = self.jobs.registry.known(req)
-        if known is None or known[0] is None:
+        planned = self.jobs.registry.planned(req)
+        if planned is None:
             self.reception.drop_online(req)
             self.waiting_queue = [each for each in self.waiting_queue if each != req]
             return
-        self.kv_manager.drop(known[1])
-        known[0].take(known[1])
-        self.jobs.registry.skip(known[0], known[1])
+        job, request = planned
+        self.kv_manager.drop(request)
+        job.take(request)
+        self.jobs.registry.skip(job, request)
 
     def abort_request(self, recv_req: AbortReq) -> None:
         def named(req: Req) -> bool:

@@ -77,9 +77,9 @@ class Reception:
 
     def gone(self, req: Req) -> None:
         """A request failed before its KV came."""
-        known = self._registry.known(req)
-        if known is not None and known[0] is not None:  # it was to be computed again
-            self._registry.skip(known[0], known[1])
+        planned = self._registry.planned(req)
+        if planned is not None:  # it was to be computed again
+            self._registry.skip(*planned)
 
     def arrived(self, req: Req, num_tokens: int) -> bool:
         """The KV of a request is on the host, where it waits. Whether it is of a job."""

@@ -292,7 +292,7 @@ class RequestRegistry:
     def of_job(self, req: Req) -> bool:
         """Whether a request, which may still be to arrive, belongs to an open job."""
         if req.rid in self._known:
-            return self._known[req.rid][0] is not None
+            return not self.is_online(req)
         named = self._named.get(req.rid)
         job_id = parse_request_id(req.rid)[0] if named is None else named[0]
         return self._jobs.get(job_id) is not None
@@ -300,17 +300,22 @@ class RequestRegistry:
     def known(self, req: Req) -> Known | None:
         return self._known.get(req.rid)
 
+    def planned(self, req: Req) -> tuple[JobState, ScheduledRequest] | None:
+        """A request of a job. None for an online one."""
+        job, request = self._known.get(req.rid, (None, None))
+        return None if job is None or request is None else (job, request)
+
     def leading_ends(self, req: Req) -> list[int]:
         """Where the prefixes end that a request computes for others, ascending."""
-        job, request = self._known.get(req.rid) or (None, None)
-        if job is None or request is None:
+        if (planned := self.planned(req)) is None:
             return []
+        job, request = planned
         return sorted(int(job.uses.depth[node]) for node in request.leading)
 
     def stops(self, req: Req) -> list[int]:
         """Those of these ends where a recurrent state is worth keeping."""
-        job, request = self._known.get(req.rid) or (None, None)
-        return [] if job is None or request is None else job.uses.stops(request)
+        planned = self.planned(req)
+        return [] if planned is None else planned[0].uses.stops(planned[1])
 
     @property
     def reqs(self) -> list[Req]:
@@ -318,8 +323,7 @@ class RequestRegistry:
         return [request.req for _, request in self._known.values()]
 
     def is_online(self, req: Req) -> bool:
-        known = self._known.get(req.rid)
-        return known is None or known[0] is None
+        return self.planned(req) is None
 
     def not_running(
         self, rid: str, *, everything: bool
@@ -388,8 +392,8 @@ class RequestRegistry:
         """Running requests have outlived their estimates, which were raised."""
         by_job: dict[str, tuple[JobState, list[ScheduledRequest]]] = {}
         for request in requests:
-            job, _ = self._known.get(request.req.rid, (None, request))
-            if job is not None:
+            if (planned := self.planned(request.req)) is not None:
+                job = planned[0]
                 by_job.setdefault(job.job_id, (job, []))[1].append(request)
         for job, of_job in by_job.values():
             job.work.apply_estimates(of_job)

@@ -106,8 +106,9 @@ class PlanScheduler(SchedulerPart):
     def aborted(self, req: Req) -> None:
         """SGLang answered a request with an error. Its KV is free already: this happens
         to the last running request if there is no KV for its next token."""
-        job, request = self._registry.known(req) or (None, None)
-        if job is not None and request is not None and not request.running:
+        planned = self._registry.planned(req)
+        if planned is not None and not planned[1].running:
+            job, request = planned
             job.take(request)
             self._registry.skip(job, request)
 
@@ -308,9 +309,10 @@ class PlanScheduler(SchedulerPart):
         step."""
         saved = 0
         for request, part in zip(choice.requests, choice.parts, strict=True):
-            job, _ = self._registry.known(request.req) or (None, request)
-            if job is None or request.leaf < 0:
+            planned = self._registry.planned(request.req)
+            if planned is None or request.leaf < 0:
                 continue
+            job = planned[0]
             if job.uses.depth[request.node] <= part.kept:
                 continue
             others = taken + choice.room_needed - saved - part.tokens
@@ -452,39 +454,33 @@ class PlanScheduler(SchedulerPart):
                 put_back(job, self._kv_accounting, request)
             else:
                 self._registry.leave_online(request)
-        if step.chunked is not None:
-            self._chunk_computed(step.chunked)
+        known = self._registry.known(step.chunked) if step.chunked is not None else None
+        if known is not None:
+            self._prefilled(*known)
         if batch is not None:
             count_retracted(batch, self._scheduler.model_config.vocab_size)
             if batch.decoding_reqs:
                 batch.decoding_reqs = FastMembership(batch.decoding_reqs)
 
     def _admitted(self, job: JobState | None, request: ScheduledRequest) -> None:
-        req: Req = request.req
-        cached = req.prefix_len
-        media = num_placeholders(req, cached, req.extend_end)
-        self._recorder.admitted(request, cached, req.extend_end - cached, media)
-        if req is not self._scheduler.chunked_req:
-            self._micro_batches.starting.append(request)
-        if job is not None:
-            job.done.prefilled(request, req.extend_end - cached, cached, media)
-            if job.joined is not None:
-                job.joined.numbers.append(request.number)
-            if request.leaf >= 0:
-                self._prefixes.started(job, request, cached)
+        self._prefilled(job, request)
+        cached = request.req.prefix_len
+        if request.steps == 0:
+            self._recorder.cached += cached
+        if job is not None and job.joined is not None:
+            job.joined.numbers.append(request.number)
+        if job is not None and request.leaf >= 0:
+            self._prefixes.started(job, request, cached)
 
-    def _chunk_computed(self, chunked: Req) -> None:
-        """A part of a prompt that was begun before is in the batch."""
-        known = self._registry.known(chunked)
-        if known is None:
-            return
-        job, request = known
-        tokens, before = chunked.extend_end - chunked.prefix_len, chunked.prefix_len
-        media = num_placeholders(chunked, before, chunked.extend_end)
+    def _prefilled(self, job: JobState | None, request: ScheduledRequest) -> None:
+        """A prompt, or a part of it, is in the batch."""
+        req: Req = request.req
+        tokens, before = req.extend_end - req.prefix_len, req.prefix_len
+        media = num_placeholders(req, before, req.extend_end)
         self._recorder.prefilled(request, tokens, before, media)
         if job is not None:
             job.done.prefilled(request, tokens, before, media)
-        if self._scheduler.chunked_req is not chunked:
+        if req is not self._scheduler.chunked_req:
             self._micro_batches.starting.append(request)
 
 

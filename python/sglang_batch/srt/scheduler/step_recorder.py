@@ -60,6 +60,7 @@ class StepRecorder:
 
     Attributes:
         offloaded, resumed, prefetched, retracted: requests, in the current step.
+        cached: prompt tokens that requests which joined it found in the cache.
         kv_waits: copies from the host that the current step waits for.
         admission: why the next request in line does not join the current step.
         last_admission: the same for the last step.
@@ -96,18 +97,10 @@ class StepRecorder:
         self._squares = 0
         self._attention = 0
         self._media = 0
-        self._cached = 0
+        self.cached = 0
         self.offloaded = self.resumed = self.retracted = 0
         self.prefetched = self.kv_waits = 0
         self.admission = Admission.NONE_WAITS
-
-    def admitted(
-        self, request: ScheduledRequest, cached: int, extend: int, media: int
-    ) -> None:
-        """A request joined with ``cached`` tokens in the cache, ``extend`` computed."""
-        if request.steps == 0:
-            self._cached += cached
-        self.prefilled(request, extend, cached, media)
 
     def prefilled(
         self, request: ScheduledRequest, tokens: int, before: int, media: int
@@ -162,7 +155,7 @@ class StepRecorder:
             *kv_accounting.kv,
             shared,
             idle,
-            self._cached,
+            self.cached,
             evicted,
             self.offloaded,
             self.resumed,

@@ -202,15 +202,10 @@ class HostPool:
     ) -> None:
         self._layers = kv_rows(buffers)
         self.page_size = page_size
-        widths = [each.shape[1] for each in self._layers]
-        begins = [sum(widths[:i]) for i in range(len(widths))]
-        self._columns = [
-            slice(begin, begin + width)
-            for begin, width in zip(begins, widths, strict=True)
-        ]
-        word, device = self._layers[0].dtype, self._layers[0].device
-        self.token_bytes = sum(widths) * word.itemsize
-        self._host = torch.empty((num_pages * page_size, sum(widths)), dtype=word)
+        self._widths = [each.shape[1] for each in self._layers]
+        word, device, width = self._layers[0].dtype, self.device, sum(self._widths)
+        self.token_bytes = width * word.itemsize
+        self._host = torch.empty((num_pages * page_size, width), dtype=word)
         self.num_saves = self.num_loads = 0
         self._device: _DeviceBuffer | None = None
         if device.type != "cpu" and num_pages:
@@ -228,12 +223,9 @@ class HostPool:
 
     def host_layers(self) -> list[torch.Tensor]:
         """Views uint8 ``[pages, tokens, bytes]`` of each layer's part of the memory."""
-        width = self._host.itemsize
         rows = self._host.view(torch.uint8).view(-1, self.page_size, self.token_bytes)
-        return [
-            rows[..., columns.start * width : columns.stop * width]
-            for columns in self._columns
-        ]
+        widths = [width * self._host.itemsize for width in self._widths]
+        return list(rows.split(widths, dim=-1))
 
     def empty_rows(self, num_tokens: int, device: torch.device) -> torch.Tensor:
         """Memory for the KV of so many tokens, laid out as here."""
@@ -303,13 +295,15 @@ class HostPool:
 
     def gather(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Copy the KV of ``slots`` ``[n]`` to ``rows`` ``[n, words]``."""
-        for layer, columns in zip(self._layers, self._columns, strict=True):
-            rows[:, columns] = layer[slots]
+        parts = rows.split(self._widths, dim=1)
+        for layer, part in zip(self._layers, parts, strict=True):
+            part.copy_(layer[slots])
 
     def fill(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Copy KV ``[n, words]`` that is on the device to ``slots`` ``[n]``."""
-        for layer, columns in zip(self._layers, self._columns, strict=True):
-            layer[slots] = rows[:, columns]
+        parts = rows.split(self._widths, dim=1)
+        for layer, part in zip(self._layers, parts, strict=True):
+            layer[slots] = part
 
 
 class _DeviceBuffer:

@@ -104,7 +104,7 @@ class HostRequests:
         """The step is decided, and its forward pass is next."""
         offloader, recorder = self._offloader, self._recorder
         if offloader is not None:
-            offloader.end_step()
+            offloader.pool.end_step()
             totals = recorder.totals
             recorder.prefetched = offloader.num_prefetched - totals["prefetched"]
             recorder.kv_waits = offloader.pool.num_loads - totals["kv_waits"]
@@ -224,10 +224,10 @@ class KvManager(SchedulerPart):
 
     def offload(self, request: ScheduledRequest) -> bool:
         """Move a running request of a job to the host; False if that is impossible."""
-        known = self._registry.known(request.req)
-        if known is None or known[0] is None or not self._offloads:
+        planned = self._registry.planned(request.req)
+        if planned is None or not self._offloads:
             return False
-        job, req = known[0], request.req
+        job, req = planned[0], request.req
         takes_steps = request.takes_steps(self._kv_accounting.clock)
         if not (takes_steps or request.prompt_only) or not can_offload(req):
             return False
@@ -272,7 +272,6 @@ class KvManager(SchedulerPart):
         for name in out:
             if self._pinned.host is None or not self._pinned.host.drop(name):
                 self._recompute(name)
-                self.on_host.num_recomputed += 1
         return True
 
     def _recompute_time_s(self, job: JobState, request: ScheduledRequest) -> float:
@@ -289,12 +288,10 @@ class KvManager(SchedulerPart):
         continues later from the KV that the tree has. Online requests stay, and so does one
         whose last part another micro-batch still computes."""
         req = self._scheduler.chunked_req
-        known = self._registry.known(req) if req is not None else None
-        if req is None or known is None or req.inflight_middle_chunks > 0:
+        planned = self._registry.planned(req) if req is not None else None
+        if req is None or planned is None or req.inflight_middle_chunks > 0:
             return
-        job, request = known
-        if job is None:
-            return
+        job, request = planned
         # The registry is told, and others compute its prefixes.
         release_kv_cache(req, self._cache, checkpoint=False)
         req.reset_for_retract()
@@ -314,7 +311,6 @@ class KvManager(SchedulerPart):
             need = self._tokens_to_resume(one)
             if need is None:  # a prefix of it is lost
                 self._recompute(rid)
-                self.on_host.num_recomputed += 1
                 continue
             back = self._resume_one(running_batch, one, need)
             if back is None:
@@ -395,7 +391,6 @@ class KvManager(SchedulerPart):
                 put_back(one.job, self._kv_accounting, request)
                 if need is None and not full:
                     self._recompute(request.req.rid)
-                    self.on_host.num_recomputed += 1
                 full = full or need is not None
                 continue
             self.on_host.forget(request.req.rid)
@@ -414,10 +409,9 @@ class KvManager(SchedulerPart):
     def received(self, kv: OffloadedRequest) -> None:
         """The KV of a job's request that has arrived is on the host. It waits among the
         others of its job, whatever their order."""
-        known = self._registry.known(kv.req)
-        assert known is not None
-        job, request = known
-        assert job is not None
+        planned = self._registry.planned(kv.req)
+        assert planned is not None
+        job, request = planned
         job.backlog.remove(request)
         request.steps = len(kv.req.output_ids) - 1
         self.on_host.let_wait(OnHost(job, request, kv))
@@ -428,11 +422,11 @@ class KvManager(SchedulerPart):
         """Discard all KV on the host. The requests are prefilled again."""
         if self._pinned.host is not None:
             self._pinned.host.drop_all()
+        before = self.on_host.num_recomputed
         for rid in [*self.on_host.first, *self.on_host.waiting]:
             self._recompute(rid)
-            self.on_host.num_recomputed -= (
-                1  # neither the pool nor a prefix is to blame
-            )
+        # Neither the pool nor a prefix is to blame.
+        self.on_host.num_recomputed = before
 
     def _recompute(self, rid: str) -> None:
         if rid in self.on_host.waiting:
@@ -440,6 +434,7 @@ class KvManager(SchedulerPart):
             one.job.take(one.request)
         one = self.on_host.forget(rid)
         self._requeue(self._offloader.give_up(one.kv))
+        self.on_host.num_recomputed += 1
 
     def drop(self, request: ScheduledRequest) -> None:
         if request in self.on_host:

@@ -42,7 +42,6 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from ....errors import EngineError
 from ...compat.scheduler_types import (
     Req,
     ScheduleBatch,
@@ -199,16 +198,10 @@ class KvOffloader:
         most_bytes: the most that was in use so far.
 
     Raises:
-        EngineError: the server runs in a mode that forbids it, or the pool is larger than
-            the free memory.
+        EngineError: the pool is larger than the free memory.
     """
 
-    def __init__(self, scheduler: Scheduler, pool_bytes: int | None = None) -> None:
-        if obstacle := why_unsupported(scheduler):
-            raise EngineError(
-                f"requests cannot be offloaded to the host with {obstacle}; "
-                "leave offloading off on this server."
-            )
+    def __init__(self, scheduler: Scheduler, pool_bytes: int | None) -> None:
         self._scheduler = scheduler
         self._tree = scheduler.tree_cache
         self._allocator = scheduler.token_to_kv_pool_allocator
@@ -256,20 +249,8 @@ class KvOffloader:
             cost_s: seconds to compute the request again instead.
 
         Raises:
-            ValueError: the request or the length cannot be offloaded, or the pool has too
-                few free pages.
+            ValueError: the pool has too few free pages.
         """
-        protected = req.kv.cache_protected_len
-        if not can_offload(req):
-            raise ValueError(
-                f"request {req.rid} cannot be offloaded now: check can_offload() first, "
-                "after drain_results()."
-            )
-        if not 0 <= shared_len <= protected or shared_len % self._page_size:
-            raise ValueError(
-                f"shared_len {shared_len} of request {req.rid}: expected a multiple "
-                f"of {self._page_size} up to the {protected} tokens in the tree."
-            )
         end = req.kv.kv_committed_len
         runs = self.room.take(req.rid, self.num_pages(req, shared_len), cost_s)
         # A copy: the row is given away while it is read.
@@ -310,10 +291,6 @@ class KvOffloader:
         release_kv_cache(req, self._tree, checkpoint=False)
         req.kv.cache_protected_len = 0
         req.last_node = None
-
-    def end_step(self) -> None:
-        """Let the next forward pass see moved KV. Call it before each one."""
-        self.pool.end_step()
 
     def save(self, name: str, slots: torch.Tensor, runs: Sequence[Run]) -> None:
         """Copy the KV of ``slots`` ``[n]`` to the host, to these pages, which have this
@@ -385,13 +362,7 @@ class KvOffloader:
         return offloaded.req
 
     def drop(self, offloaded: OffloadedRequest) -> None:
-        """Free the host memory of a request that will not resume.
-
-        Raises:
-            ValueError: the request has left already.
-        """
-        if offloaded.runs is None:
-            raise ValueError(f"request {offloaded.req.rid} is no longer offloaded.")
+        """Free the host memory of a request that will not resume."""
         offloaded.runs = None
         self.forget(offloaded.req.rid)
         self._count(offloaded, -1)
@@ -410,8 +381,7 @@ class KvOffloader:
         return -(-num_tokens // self._page_size) * self._page_size
 
     def _give_kv(self, offloaded: OffloadedRequest, reserve: int) -> bool:
-        if offloaded.runs is None:
-            raise ValueError(f"request {offloaded.req.rid} is no longer offloaded.")
+        assert offloaded.runs is not None, "it is on the host"
         match: MatchResult = self._tree.match_prefix(
             MatchPrefixParams(key=_key(offloaded))
         )

@@ -135,7 +135,7 @@ def tree_figure(num_requests: int) -> Figure:
     took = []
     for _ in range(20):
         # Requests start and end between two questions.
-        for leaf in rng.choice(np.flatnonzero(~job.uses.arrays().started), 50, False):
+        for leaf in rng.choice(np.flatnonzero(~job.uses.started), 50, False):
             job.uses.skip(int(leaf), int(plan.node[leaf]))
         begin = time.thread_time()
         json.dumps(running_tree([job], 50))

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from builders import CHAT, make_body
+from plan_leaves import leaves_of
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_batch.config import POLICIES, OfflineBatchConfig
@@ -58,7 +59,9 @@ class Recorder:
         self.in_flight.add(number)
         plan = self.opened[-1][0] if self.opened and self.opened[-1] else None
         if plan is not None and plan.density is not None:
-            positions = [plan.position[plan.leaf[each]] for each in self.in_flight]
+            positions = [
+                plan.position[leaves_of(plan)[each]] for each in self.in_flight
+            ]
             right = sum(int(each >= plan.num_left) for each in positions)
             self.sides.append((len(positions) - right, right))
         try:

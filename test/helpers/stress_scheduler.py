@@ -63,7 +63,7 @@ class StressScheduler(offline.OfflineScheduler):
         super().__init__(*args, **kwargs)
 
     def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:
-        for job in list(self.jobs.open):
+        for job in list(self.jobs.open.each):
             found = ABORT_IN.search(self.names.get(job.job_id, ""))
             if found and job.job_id not in self.aborted:
                 self.abort_one(job, found[1])
@@ -193,7 +193,7 @@ class StressScheduler(offline.OfflineScheduler):
         for req in [*running, *batch]:
             if not req.finished():
                 assert id(req) in known, f"{req.rid} runs and nobody counts it"
-        for job in self.jobs.open:
+        for job in self.jobs.open.each:
             self.check_prefixes(job)
             self.check_work(job, requests)
         self.check_host()
@@ -244,7 +244,7 @@ class StressScheduler(offline.OfflineScheduler):
 
     def check_prefixes(self, job: Any) -> None:
         uses = job.uses
-        length, running = uses._length, uses._running
+        length, running = uses.length, uses.running
         idle = sum(int(length[n]) for n in uses.pins if running[n] == 0)
         assert uses.idle_tokens == idle, (uses.idle_tokens, idle)
         locked = sum(int(k) for k, n in zip(length, running, strict=True) if n > 0)
@@ -252,7 +252,7 @@ class StressScheduler(offline.OfflineScheduler):
         in_use = ((running > 0) & (length > 0)).sum()
         assert uses.num_locked == in_use, (uses.num_locked, in_use)
         assert (running >= 0).all()
-        assert (uses._uses_left >= 0).all(), uses._uses_left
+        assert (uses.uses_left >= 0).all(), uses.uses_left
         for node, request in uses.computing.items():
             assert request.running
             if request.work is job.done:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from builders import Answers, make_machine, make_request, run
 from fake_engine import FakeEngine
+from plan_leaves import leaves_of
 
 from sglang_batch.config import AUTO, OfflineBatchConfig
 from sglang_batch.job.job import Job
@@ -50,7 +51,7 @@ class Engine(FakeEngine):
 
     def side(self, custom_id: str) -> int:
         plan = self.openings[-1][0]
-        position = plan.position[plan.leaf[number_of(custom_id)]]
+        position = plan.position[leaves_of(plan)[number_of(custom_id)]]
         return RIGHT if plan.density is not None and position >= plan.num_left else LEFT
 
     def running_on(self, side: int) -> list[str]:

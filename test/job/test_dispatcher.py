@@ -23,6 +23,7 @@ from dispatcher_jobs import (
 from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_leaves import leaves_of
 
 from sglang_batch.config import POLICIES
 from sglang_batch.job.replicas import SendQueue, divide_window
@@ -67,7 +68,7 @@ def test_each_side_is_sent_from_its_end_of_the_order() -> None:
     run_job(engine, two_kinds(30), max_inflight=2)
     plan = engine.openings[0][0]
     positions = [
-        int(plan.position[plan.leaf[number_of(each)]]) for each in engine.executed
+        int(plan.position[leaves_of(plan)[number_of(each)]]) for each in engine.executed
     ]
     assert [t for t in positions if t < plan.num_left] == list(range(plan.num_left))
     right = [t for t in positions if t >= plan.num_left]
@@ -113,7 +114,7 @@ def test_requests_that_are_too_large_come_last(policy: str) -> None:
     engine = Engine()
     run_job(engine, requests, policy=policy, max_inflight=2)
     assert engine.executed[-2:] == ["r3", "r4"]
-    assert engine.openings[0][0].leaf[[3, 4]].tolist() == [-1, -1]
+    assert leaves_of(engine.openings[0][0])[[3, 4]].tolist() == [-1, -1]
 
 
 @pytest.mark.parametrize("lookahead", [1, 2, 9])

@@ -21,6 +21,7 @@ from dispatcher_jobs import (
     two_kinds,
     unknown,
 )
+from plan_leaves import leaves_of
 
 from sglang_batch.job.replicas import MIN_AHEAD
 from sglang_batch.request import BatchRequestInput, RequestOutput
@@ -43,7 +44,9 @@ def test_each_replica_is_given_a_shard_and_sent_that(policy: str) -> None:
         plans = engine.openings[0]
         assert len(plans) == 3
         for each in engine.executed:
-            leaves = [int(padded(plan.leaf, 120)[number_of(each)]) for plan in plans]
+            leaves = [
+                int(padded(leaves_of(plan), 120)[number_of(each)]) for plan in plans
+            ]
             assert [leaf >= 0 for leaf in leaves].index(True) == engine.routed[each]
         routed = [engine.routed[each] for each in engine.executed]
         assert [routed.count(replica) for replica in range(3)] == [10, 10, 10]
@@ -54,7 +57,7 @@ def test_each_replica_is_given_a_shard_and_sent_that(policy: str) -> None:
 
     run(scenario())
     assert len(answers) == 120
-    planned = sum(padded(plan.leaf, 120) >= 0 for plan in engine.openings[0])
+    planned = sum(padded(leaves_of(plan), 120) >= 0 for plan in engine.openings[0])
     assert planned.tolist() == [1] * 120
 
 

@@ -22,6 +22,7 @@ from dispatcher_jobs import (
     unknown,
     until_planned,
 )
+from plan_leaves import leaves_of
 
 from sglang_batch.config import POLICIES
 from sglang_batch.job import rendering
@@ -102,7 +103,7 @@ def test_unsent_requests_follow_the_new_plan() -> None:
         fresh = engine.executed[num_sent : num_sent + 40]
         for plan, sorted_by_it in ((before, False), (after, True)):
             positions = [
-                int(plan.position[plan.leaf[number_of(each)]]) for each in fresh
+                int(plan.position[leaves_of(plan)[number_of(each)]]) for each in fresh
             ]
             assert (positions == sorted(positions)) is sorted_by_it
         engine.release()

@@ -113,7 +113,7 @@ class ToyEngine:
     def extends(self, requests: list[ScheduledRequest]) -> list[int]:
         """Tokens of the chosen requests' prompts that the cache does not have."""
         uses, counts = self.job.uses, []
-        users = uses._running.copy()
+        users = uses.running.copy()
         for request in requests:
             users[uses.path(request.node)] -= 1
         for request in requests:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 import numpy as np
+from plan_leaves import leaves_of
 
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.machine_model import EngineLimits, Machine
@@ -95,12 +96,12 @@ def arrive(
     job: JobState, number: int, max_decode_steps: int = 1000
 ) -> ScheduledRequest:
     """Request ``number`` of the plan arrives."""
-    return _arrive(job, number, int(job.plan.leaf[number]), max_decode_steps)
+    return _arrive(job, number, int(leaves_of(job.plan)[number]), max_decode_steps)
 
 
 def arrive_all(job: JobState, max_decode_steps: int = 1000) -> list[ScheduledRequest]:
     # Finding all leaves takes as long as finding one.
-    leaves = job.plan.leaf.tolist()
+    leaves = leaves_of(job.plan).tolist()
     return [
         _arrive(job, number, leaf, max_decode_steps)
         for number, leaf in enumerate(leaves)

@@ -132,9 +132,9 @@ def state(job: JobState, kv_accounting: KvAccounting) -> dict[str, Any]:
             for request in waiting
         ],
         "tokens": job.waiting_tokens,
-        "uses": uses._uses_left.tolist(),
-        "running": uses._running.tolist(),
-        "started": uses._started.tolist(),
+        "uses": uses.uses_left.tolist(),
+        "running": uses.running.tolist(),
+        "started": uses.started.tolist(),
         "computing": {
             node: request.req.rid for node, request in uses.computing.items()
         },

@@ -107,7 +107,7 @@ class Drive:
         for request in extension.running:
             for node in uses.path(request.node):
                 if uses.depth[node] > self.cached_len(request):
-                    assert node in uses.computing or uses._uses_left[node] == 0
+                    assert node in uses.computing or uses.uses_left[node] == 0
 
     def cached_len(self, request: ScheduledRequest) -> int:
         return request.input_len if request.decoding else int(request.req.prefix_len)
@@ -223,17 +223,17 @@ class Drive:
         # A prompt that differs is known to be another one when it arrives.
         differs -= set(self.to_arrive)
         away = differs | self.over | {r.req.number for r in self.running}
-        nodes = [n for n in range(1, len(plan.parent)) if uses._length[n]]
+        nodes = [n for n in range(1, len(plan.parent)) if uses.length[n]]
         for node in nodes:
             below = range(int(plan.leaf_begin[node]), int(plan.leaf_end[node]))
             numbers = {int(plan.number[at]) for at in below}
-            assert uses._uses_left[node] == len(numbers - away)
+            assert uses.uses_left[node] == len(numbers - away)
             users = [r for r in self.running if r.leaf in below]
-            assert uses._running[node] == len(users)
-        locked = [n for n in nodes if uses._running[n]]
-        assert uses.locked_tokens == sum(int(uses._length[n]) for n in locked)
-        idle = [n for n in uses.pins if not uses._running[n]]
-        assert uses.idle_tokens == sum(int(uses._length[n]) for n in idle)
+            assert uses.running[node] == len(users)
+        locked = [n for n in nodes if uses.running[n]]
+        assert uses.locked_tokens == sum(int(uses.length[n]) for n in locked)
+        idle = [n for n in uses.pins if not uses.running[n]]
+        assert uses.idle_tokens == sum(int(uses.length[n]) for n in idle)
         # No lock is lost, and each is of the prefix that its node stands for.
         assert sorted(map(str, uses.pins.values())) == sorted(map(str, self.locks))
         for node, lock in uses.pins.items():

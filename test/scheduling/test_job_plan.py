@@ -7,6 +7,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from plan_leaves import leaves_of
 from scheduling_jobs import MACHINE, plan_of, random_prompts
 
 from sglang_batch.config import ORDERS, OfflineBatchConfig
@@ -51,7 +52,7 @@ def test_every_request_finds_its_part(policy: str, seed: int) -> None:
     assert plan.policy == policy
     assert sorted(plan.position.tolist()) == list(range(30))
     for index, number in enumerate(numbers):
-        leaf = int(plan.leaf[number])
+        leaf = int(leaves_of(plan)[number])
         assert plan.input_len[leaf] == len(prompts[index])
         assert order[int(plan.position[leaf])] == index
         assert plan.est_decode_steps[leaf] == 2 + index
@@ -59,14 +60,14 @@ def test_every_request_finds_its_part(policy: str, seed: int) -> None:
         node = int(plan.node[leaf])
         assert plan.leaf_begin[node] <= leaf < plan.leaf_end[node]
         assert plan.depth[node] <= len(prompts[index])
-    others = set(range(len(plan.leaf))) - set(numbers)
-    assert all(plan.leaf[number] == -1 for number in others)
+    others = set(range(len(leaves_of(plan)))) - set(numbers)
+    assert all(leaves_of(plan)[number] == -1 for number in others)
 
 
 def test_what_is_below_a_node_shares_its_prefix() -> None:
     prompts = random_prompts(Random(5), 40)
     plan, _ = planned(prompts, "dfs-weight", list(range(40)))
-    number_at = {int(plan.leaf[number]): number for number in range(40)}
+    number_at = {int(leaves_of(plan)[number]): number for number in range(40)}
     for node in range(1, len(plan.parent)):
         leaves = range(int(plan.leaf_begin[node]), int(plan.leaf_end[node]))
         depth = int(plan.depth[node])
@@ -81,8 +82,12 @@ def test_requests_that_are_too_large_are_not_planned() -> None:
     prompts.insert(1, tuple(range(200)))
     plan, order = planned(prompts, "fcfs", [4, 5, 6, 7], machine)
     assert plan.num_requests == 3
-    assert plan.leaf[5] == -1
-    assert [order[int(plan.position[plan.leaf[n]])] for n in (4, 6, 7)] == [0, 2, 3]
+    assert leaves_of(plan)[5] == -1
+    assert [order[int(plan.position[leaves_of(plan)[n]])] for n in (4, 6, 7)] == [
+        0,
+        2,
+        3,
+    ]
     assert plan.min_step_tokens == 32
 
 
@@ -130,7 +135,7 @@ def test_a_new_plan_of_the_same_requests_travels_as_its_changes(policy: str) -> 
 def test_of_no_request() -> None:
     plan, _ = planned([], "fcfs", [])
     assert plan.num_requests == 0
-    assert len(plan.leaf) == 0
+    assert len(leaves_of(plan)) == 0
     empty = unplanned(MACHINE)
     assert empty.num_requests == 0
     assert empty.same_requests(JobPlan.from_bytes(empty.to_bytes()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from plan_leaves import leaves_of
 from scheduling_jobs import Prompt, arrive_all, job_of, plan_of, request_of
 
 from sglang_batch.scheduling.job_work import (
@@ -116,7 +117,7 @@ def test_subtrees_are_the_smallest_that_are_large() -> None:
     prompts += [(1, 6, i) for i in range(3)] + [(2, i) for i in range(9)]
     plan = plan_of(prompts)
     root = subtrees(plan.parent, plan.leaf_begin, plan.leaf_end)
-    of = [int(root[plan.node[plan.leaf[i]]]) for i in (0, 70, 73)]
+    of = [int(root[plan.node[leaves_of(plan)[i]]]) for i in (0, 70, 73)]
     sizes = plan.leaf_end - plan.leaf_begin
     assert sizes[of[0]] == 70
     assert sizes[of[1]] == 73

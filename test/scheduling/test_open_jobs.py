@@ -129,7 +129,7 @@ def test_nobody_overtakes_a_request_that_needs_much_when_it_is_its_turn() -> Non
 
 def test_waiting_requests_are_seen_as_one_item_of_all_their_tokens() -> None:
     jobs = open_jobs("a", "b")
-    for each in jobs:
+    for each in jobs.each:
         arrive_all(each)
     view = WaitingView(["online"], jobs, num_offloaded=4)
     assert len(view) == 1 + 6 + 4

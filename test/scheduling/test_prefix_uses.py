@@ -207,7 +207,7 @@ class Drive:
         uses, model = self.uses, self.model
         nodes = [n for n in range(1, len(model.depth)) if model.length[n]]
         for node in nodes:
-            assert uses._uses_left[node] == model.uses_left(node)
+            assert uses.uses_left[node] == model.uses_left(node)
             if model.uses_left(node):
                 assert uses.next_use(node) == model.next_use(node)
         locked = [node for node in nodes if model.users(node)]

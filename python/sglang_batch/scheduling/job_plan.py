@@ -118,13 +118,6 @@ class JobPlan:
     def num_requests(self) -> int:
         return len(self.position)
 
-    @property
-    def leaf(self) -> Int32s:
-        """The leaf of each request by its number, int32, -1 for not planned here."""
-        leaf = np.full(int(self.number.max(initial=-1)) + 1, -1, np.int32)
-        leaf[self.number] = np.arange(len(self.number), dtype=np.int32)
-        return leaf
-
     def same_requests(self, other: JobPlan) -> bool:
         """Whether two plans have the same requests, and so the same tree."""
         names = ("number", "node", "input_len", "parent", "depth")

@@ -169,7 +169,7 @@ class JobState:
         skipped = self._place(request)
         if skipped >= 0:
             self.uses.skip(skipped, int(self.plan.node[skipped]))
-        elif request.leaf >= 0 and self.uses.is_over(request.leaf):
+        elif request.leaf >= 0 and self.uses.started[request.leaf]:
             # It was taken back before it ran, and is sent again.
             self.uses.expect_again(request)
             self.work.expected_again(request)
@@ -386,7 +386,7 @@ class JobState:
             request.leading = []
             skipped = self._place(request)
             if skipped >= 0:
-                self.uses.mark_started(skipped)
+                self.uses.started[skipped] = True
             if not request.running:
                 continue
             if own != request.own:

@@ -256,9 +256,7 @@ class EngineNow(NamedTuple):
     is_near: Callable[[ScheduledRequest], bool] = always
     has_adapter: Callable[[ScheduledRequest], bool] = always
     apart: Callable[[int], bool] = lambda tokens: False
-    next_stop: Callable[[ScheduledRequest, int], int | None] = lambda request, begin: (
-        None
-    )
+    next_stop: Callable[[ScheduledRequest, int], int | None] = lambda *_: None
     fill_rest: Callable[[Filling, int], None] = lambda filling, tokens: None
 
     @property

@@ -29,8 +29,7 @@ class ScanPace:
 
 
 class OpenJobs:
-    """Jobs by id, in the order in which they were opened. ``each`` is quicker to iterate
-    over than this object itself."""
+    """Jobs by id, and ``each`` of them in the order in which they were opened."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, JobState] = {}
@@ -39,9 +38,6 @@ class OpenJobs:
 
     def __len__(self) -> int:
         return len(self._jobs)
-
-    def __iter__(self) -> Iterator[JobState]:
-        return iter(self.each)
 
     def get(self, job_id: str) -> JobState | None:
         return self._jobs.get(job_id)

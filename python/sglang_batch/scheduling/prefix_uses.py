@@ -10,10 +10,9 @@ use is furthest away is unpinned first (Belady's rule, since the future is known
 from __future__ import annotations
 
 import heapq
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..planner.admission_rules.followers import SHORTEST_AWAITED, WORTH_A_STATE
 from ..planner.requests import Int32s, Int64s
@@ -24,32 +23,19 @@ from .scheduled_request import ScheduledRequest
 _MANY = 4096
 
 
-class NodeArrays(NamedTuple):
-    """A view of all nodes, not to be changed: ``m`` nodes, ``n`` planned requests.
-
-    parent: ``[m]``, the node above.
-    depth, length: ``[m]``, tokens from the root and from the node above, whole pages.
-    begin, end: ``[m]``, the range of the leaves below.
-    uses_left, running: ``[m]``, requests that are still to start, and those that run.
-    started: ``[n]`` by leaf, whether a request has started or never will.
-    rank: ``[n]`` by leaf, the order of use.
-    """
-
-    parent: Int32s
-    depth: Int32s
-    length: Int32s
-    begin: Int32s
-    end: Int32s
-    uses_left: Int32s
-    running: Int32s
-    started: NDArray[np.bool_]
-    rank: Int32s
-
-
 class PrefixUses:
-    """The state of each node, by its number in the plan. Node 0, the root, is no prefix.
+    """The state of each node, by its number in the plan: ``m`` nodes, ``n`` planned requests.
+    Node 0, the root, is no prefix.
 
     Attributes:
+        parent: int32 ``[m]``, the node above.
+        depth, length: int32 ``[m]``, tokens from the root and from the node above, whole
+            pages.
+        begin, end: int32 ``[m]``, the range of the leaves below.
+        uses_left, running: int32 ``[m]``, requests that are still to start, and those that
+            run.
+        started: bool ``[n]`` by leaf, whether a request has started or never will.
+        rank: int32 ``[n]`` by leaf, the order of use.
         computing: by node, the request that computes it.
         pins: by node, the cache's lock on it.
         locked_tokens: tokens of nodes that running requests use.
@@ -59,20 +45,20 @@ class PrefixUses:
 
     def __init__(self, plan: JobPlan, page_size: int) -> None:
         self._open_ended = plan.open_ended
-        self._parent = plan.parent
+        self.parent = plan.parent
         self._node = plan.node
         # The cache shares whole pages.
         self.depth: Int32s = plan.depth // page_size * page_size
         above = np.where(plan.parent >= 0, self.depth[plan.parent], 0)
-        self._length: Int32s = (self.depth - above).astype(np.int32)
-        self._begin, self._end = plan.leaf_begin, plan.leaf_end
-        self._uses_left = (plan.leaf_end - plan.leaf_begin).astype(np.int32)
-        self._running = np.zeros(len(plan.parent), np.int32)
-        self._started = np.zeros(plan.num_requests, np.bool_)
+        self.length: Int32s = (self.depth - above).astype(np.int32)
+        self.begin, self.end = plan.leaf_begin, plan.leaf_end
+        self.uses_left = (plan.leaf_end - plan.leaf_begin).astype(np.int32)
+        self.running = np.zeros(len(plan.parent), np.int32)
+        self.started = np.zeros(plan.num_requests, np.bool_)
         # Whether a prompt ends at a node.
         self._is_end = np.zeros(len(plan.parent), np.bool_)
         self._is_end[plan.node[plan.input_len <= self.depth[plan.node]]] = True
-        self._rank = _ranks(plan)
+        self.rank = _ranks(plan)
         self._leaves: dict[int, tuple[Int64s, int]] = {}
         # Pinned nodes by next use. An entry counts while it is the last one noted.
         self._furthest: list[tuple[int, int, int]] = []
@@ -87,14 +73,7 @@ class PrefixUses:
     @property
     def num_idle(self) -> int:
         """Nodes that are pinned for later requests only."""
-        return sum(not self._running[node] for node in self.pins)
-
-    def arrays(self) -> NodeArrays:
-        """All nodes as they are now."""
-        return NodeArrays(
-            self._parent, self.depth, self._length, self._begin, self._end,
-            self._uses_left, self._running, self._started, self._rank,
-        )  # fmt: skip
+        return sum(not self.running[node] for node in self.pins)
 
     def is_prompt_of(self, node: int, tokens: int) -> bool:
         """Whether a request's tokens up to a node, by their hash, equal those of the first
@@ -105,21 +84,21 @@ class PrefixUses:
         """A node and those above it, deepest first, without nodes that add no page."""
         nodes = []
         while node > 0:
-            if self._length[node] > 0:
+            if self.length[node] > 0:
                 nodes.append(node)
-            node = int(self._parent[node])
+            node = int(self.parent[node])
         return nodes
 
     def leaves(self, node: int) -> range:
         """The leaves below a node."""
-        return range(int(self._begin[node]), int(self._end[node]))
+        return range(int(self.begin[node]), int(self.end[node]))
 
     def blocked_by(self, node: int) -> int:
         """The deepest node on the path that another request is computing, or 0 if too
         little is missing to wait for it."""
         at = node if self.computing else 0
         while at > 0 and at not in self.computing:
-            at = int(self._parent[at])
+            at = int(self.parent[at])
         if at and self.depth[at] - self.kept_depth(node) < SHORTEST_AWAITED:
             return 0
         return at
@@ -136,35 +115,35 @@ class PrefixUses:
         are pinned."""
         tokens = 0
         for at in self.path(node):
-            if self._running[at]:
+            if self.running[at]:
                 break
             if not pinned or at in self.pins:
-                tokens += int(self._length[at])
+                tokens += int(self.length[at])
         return tokens
 
     def num_newly_locked(self, node: int) -> int:
         """Nodes of a node's prefix that no running request uses."""
-        return sum(not self._running[at] for at in self.path(node))
+        return sum(not self.running[at] for at in self.path(node))
 
     def _is_kept(self, node: int) -> bool:
         if node in self.pins:
             return True
-        return bool(self._running[node]) and node not in self.computing
+        return bool(self.running[node]) and node not in self.computing
 
     # Requests start and leave ---------------------------------------------------------
 
     def start(self, request: ScheduledRequest, cached_len: int) -> None:
         """A request is admitted with ``cached_len`` tokens of its prompt in the cache. It
         becomes the leader of the missing nodes."""
-        self._started[request.leaf] = True
+        self.started[request.leaf] = True
         for node in self.path(request.node):
-            self._uses_left[node] -= 1
-            if self._running[node] == 0:
+            self.uses_left[node] -= 1
+            if self.running[node] == 0:
                 self.num_locked += 1
-                self.locked_tokens += int(self._length[node])
+                self.locked_tokens += int(self.length[node])
                 if node in self.pins:
-                    self.idle_tokens -= int(self._length[node])
-            self._running[node] += 1
+                    self.idle_tokens -= int(self.length[node])
+            self.running[node] += 1
         self.lead(request, cached_len)
 
     def lead(self, request: ScheduledRequest, cached_len: int) -> None:
@@ -173,7 +152,7 @@ class PrefixUses:
         for node in self.path(request.node):
             if self.depth[node] <= cached_len:
                 break
-            if self._uses_left[node] > 0 and node not in self.computing:
+            if self.uses_left[node] > 0 and node not in self.computing:
                 self.computing[node] = request
                 request.leading.append(node)
 
@@ -183,8 +162,8 @@ class PrefixUses:
         stops: list[int] = []
         for node in sorted(request.leading, key=self.depth.__getitem__):
             end = self.state_end(node)
-            last = stops[-1] if stops else int(self.depth[self._parent[node]])
-            if (end - last) * int(self._uses_left[node]) >= WORTH_A_STATE:
+            last = stops[-1] if stops else int(self.depth[self.parent[node]])
+            if (end - last) * int(self.uses_left[node]) >= WORTH_A_STATE:
                 stops.append(end)
         return stops
 
@@ -200,7 +179,7 @@ class PrefixUses:
         """Whether a waiting request would compute prefixes for others."""
         return any(
             self.depth[node] > cached_len
-            and self._uses_left[node] > 1
+            and self.uses_left[node] > 1
             and node not in self.computing
             for node in self.path(request.node)
         )
@@ -218,7 +197,7 @@ class PrefixUses:
         return [
             node
             for node in self.path(request.node)
-            if node in self.pins and self._uses_left[node] == 0
+            if node in self.pins and self.uses_left[node] == 0
         ]
 
     def computed(self, request: ScheduledRequest, num_tokens: int) -> list[int]:
@@ -234,16 +213,16 @@ class PrefixUses:
         """A running request ended, or gave its KV back and will return (``offloaded``).
         Returns the nodes that it was computing, which no request computes now."""
         if offloaded:
-            self._started[request.leaf] = False
+            self.started[request.leaf] = False
         for node in self.path(request.node):
-            self._running[node] -= 1
-            if self._running[node] == 0:
+            self.running[node] -= 1
+            if self.running[node] == 0:
                 self.num_locked -= 1
-                self.locked_tokens -= int(self._length[node])
+                self.locked_tokens -= int(self.length[node])
                 if node in self.pins:
-                    self.idle_tokens += int(self._length[node])
+                    self.idle_tokens += int(self.length[node])
             if offloaded:
-                self._uses_left[node] += 1
+                self.uses_left[node] += 1
                 self._leaves.pop(node, None)
             self._note(node)
         left = request.leading
@@ -254,26 +233,22 @@ class PrefixUses:
 
     def skip(self, leaf: int, node: int) -> None:
         """The request that the plan has at ``leaf``, below ``node``, will never run here."""
-        self._started[leaf] = True
+        self.started[leaf] = True
         for at in self.path(node):
-            self._uses_left[at] -= 1
+            self.uses_left[at] -= 1
             self._note(at)
-
-    def is_over(self, leaf: int) -> bool:
-        """Whether the request at a leaf has started, or was not to run any more."""
-        return bool(self._started[leaf])
 
     def expect_again(self, request: ScheduledRequest) -> None:
         """A request that was not to run any more will run after all."""
-        self._started[request.leaf] = False
+        self.started[request.leaf] = False
         for node in self.path(request.node):
-            self._uses_left[node] += 1
+            self.uses_left[node] += 1
             self._leaves.pop(node, None)
             self._note(node)
 
     def reorder(self, plan: JobPlan) -> None:
         """Take another order of the same requests."""
-        self._rank = _ranks(plan)
+        self.rank = _ranks(plan)
         self._leaves.clear()
         self._furthest.clear()
         self._noted.clear()
@@ -297,14 +272,14 @@ class PrefixUses:
             The new uses, and the locks on prefixes that the new plan does not share.
         """
         uses = PrefixUses(plan, page_size)
-        uses._started[moved[self._started & (moved >= 0)]] = True
-        uses._started[over] = True
+        uses.started[moved[self.started & (moved >= 0)]] = True
+        uses.started[over] = True
         released: list[Any] = []
         # The first leaf from each on that the new plan has.
         kept = np.where(moved >= 0, np.arange(len(moved)), len(moved))
         kept = np.minimum.accumulate(kept[::-1])[::-1]
         for node, lock in self.pins.items():
-            begin, end = int(self._begin[node]), int(self._end[node])
+            begin, end = int(self.begin[node]), int(self.end[node])
             leaf = int(kept[begin]) if begin < end else end
             at = uses._at_depth(int(moved[leaf]), self.depth[node]) if leaf < end else 0
             if at and at not in uses.pins:
@@ -322,29 +297,25 @@ class PrefixUses:
 
     def resume(self, request: ScheduledRequest) -> None:
         """A request was running when the plan was extended."""
-        self.mark_started(request.leaf)
+        self.started[request.leaf] = True
         for node in self.path(request.node):
-            self._running[node] += 1
-
-    def mark_started(self, leaf: int) -> None:
-        """The request at a leaf runs, or never will. Only before :meth:`settle`."""
-        self._started[leaf] = True
+            self.running[node] += 1
 
     def settle(self) -> list[Any]:
         """All requests are added. Returns the locks on prefixes no longer needed."""
-        to_come = np.zeros(len(self._started) + 1, np.int32)
-        np.cumsum(~self._started, out=to_come[1:])
-        self._uses_left = to_come[self._end] - to_come[self._begin]
+        to_come = np.zeros(len(self.started) + 1, np.int32)
+        np.cumsum(~self.started, out=to_come[1:])
+        self.uses_left = to_come[self.end] - to_come[self.begin]
         spent = [
             node
             for node in self.pins
-            if self._uses_left[node] == 0 and not self._open_ended
+            if self.uses_left[node] == 0 and not self._open_ended
         ]
         released = [self.pins.pop(node) for node in spent]
-        self.locked_tokens = int(self._length[self._running > 0].sum(dtype=np.int64))
-        self.num_locked = int(((self._running > 0) & (self._length > 0)).sum())
+        self.locked_tokens = int(self.length[self.running > 0].sum(dtype=np.int64))
+        self.num_locked = int(((self.running > 0) & (self.length > 0)).sum())
         self.idle_tokens = sum(
-            int(self._length[node]) for node in self.pins if not self._running[node]
+            int(self.length[node]) for node in self.pins if not self.running[node]
         )
         for node in self.pins:
             self._note(node)
@@ -356,18 +327,18 @@ class PrefixUses:
         """Whether later requests need a node that is not pinned yet, or may need it."""
         if node in self.pins:
             return False
-        return self._open_ended or bool(self._uses_left[node] > 0)
+        return self._open_ended or bool(self.uses_left[node] > 0)
 
     def pin(self, node: int, lock: Any) -> None:
         self.pins[node] = lock
-        if self._running[node] == 0:
-            self.idle_tokens += int(self._length[node])
+        if self.running[node] == 0:
+            self.idle_tokens += int(self.length[node])
         self._note(node)
 
     def unpin(self, node: int) -> Any:
         """Forget a pin; returns the lock that :meth:`pin` was given."""
-        if self._running[node] == 0:
-            self.idle_tokens -= int(self._length[node])
+        if self.running[node] == 0:
+            self.idle_tokens -= int(self.length[node])
         self._noted.pop(node, None)
         return self.pins.pop(node)
 
@@ -382,7 +353,7 @@ class PrefixUses:
         while self._furthest:
             use, _, node = self._furthest[0]
             if self._noted.get(node) == -use:
-                if not self._running[node]:
+                if not self.running[node]:
                     return node
                 del self._noted[node]  # noted again when its users leave
             heapq.heappop(self._furthest)
@@ -390,7 +361,7 @@ class PrefixUses:
 
     def furthest_in_use(self) -> int:
         """The same of the nodes that running requests use."""
-        in_use = [node for node in self.pins if self._running[node]]
+        in_use = [node for node in self.pins if self.running[node]]
         return max(
             in_use,
             key=lambda node: (self.next_use(node), self.depth[node], -node),
@@ -400,26 +371,26 @@ class PrefixUses:
     def next_use(self, node: int) -> int:
         """The rank of the next request that needs a node, in the order of use. Above all
         ranks if no request is known to need it."""
-        if self._uses_left[node] > _MANY:
+        if self.uses_left[node] > _MANY:
             return 0
         if node not in self._leaves:
-            begin, end = int(self._begin[node]), int(self._end[node])
-            to_come = begin + np.flatnonzero(~self._started[begin:end])
-            by_rank = np.argsort(self._rank[to_come], kind="stable")
+            begin, end = int(self.begin[node]), int(self.end[node])
+            to_come = begin + np.flatnonzero(~self.started[begin:end])
+            by_rank = np.argsort(self.rank[to_come], kind="stable")
             self._leaves[node] = (to_come[by_rank], 0)
         leaves, at = self._leaves[node]
-        while at < len(leaves) and self._started[leaves[at]]:
+        while at < len(leaves) and self.started[leaves[at]]:
             at += 1
         self._leaves[node] = (leaves, at)
         if at < len(leaves):
-            return int(self._rank[leaves[at]])
+            return int(self.rank[leaves[at]])
         # Nobody is known to need it. Of groups that may still grow, the one that most
         # requests were in is the most likely to be complete.
-        return len(self._rank) + len(self._started[self._begin[node] : self._end[node]])
+        return len(self.rank) + len(self.started[self.begin[node] : self.end[node]])
 
     def _note(self, node: int) -> None:
         """A node's next use may have changed. This does not matter while it is in use."""
-        if node not in self.pins or self._running[node]:
+        if node not in self.pins or self.running[node]:
             return
         use = self.next_use(node)
         if self._noted.get(node) != use:

@@ -14,7 +14,6 @@ import numpy as np
 
 from ..planner.requests import Floats, Int32s, Int64s
 from .job_state import JobState
-from .prefix_uses import NodeArrays
 
 ABSENT, COMPUTING, KEPT = "absent", "computing", "kept"
 
@@ -84,13 +83,13 @@ def running_tree(jobs: Iterable[JobState], limit: int) -> TreeNow:
     """The jobs, and up to ``limit`` prefixes: half of them the longest that are in the
     cache or being computed, the others those that save most tokens."""
     found: TreeNow = {"jobs": [], "nodes": []}
-    each = [(job, job.uses.arrays()) for job in jobs]
+    each = list(jobs)
     # Nodes that are used or will be, and add a page at least.
     shared = [
-        np.flatnonzero((now.length > 0) & ((now.uses_left > 0) | (now.running > 0)))
-        for _, now in each
+        np.flatnonzero((uses.length > 0) & ((uses.uses_left > 0) | (uses.running > 0)))
+        for uses in (job.uses for job in each)
     ]
-    for (job, _), nodes in zip(each, shared, strict=True):
+    for job, nodes in zip(each, shared, strict=True):
         found["jobs"].append(
             {
                 "job": job.job_id,
@@ -103,25 +102,23 @@ def running_tree(jobs: Iterable[JobState], limit: int) -> TreeNow:
                 "kept_tokens": job.uses.idle_tokens,
             }
         )
-    for (job, arrays), nodes in zip(each, _largest(each, shared, limit), strict=True):
-        found["nodes"] += _nodes(job, arrays, nodes)
+    for job, nodes in zip(each, _largest(each, shared, limit), strict=True):
+        found["nodes"] += _nodes(job, nodes)
     return found
 
 
-def _largest(
-    each: list[tuple[JobState, NodeArrays]], shared: list[Int64s], limit: int
-) -> list[Int64s]:
+def _largest(jobs: list[JobState], shared: list[Int64s], limit: int) -> list[Int64s]:
     """For each job its nodes among the ``limit`` largest of all."""
     sizes = [len(nodes) for nodes in shared]
     if sum(sizes) <= limit:
         return shared
     held, saved = [], []
-    for (job, arrays), nodes in zip(each, shared, strict=True):
-        uses = arrays.uses_left[nodes] + arrays.running[nodes].astype(np.int64)
-        there = arrays.running > 0
-        there[list(job.uses.pins)] = True
-        held.append(arrays.length[nodes] * there[nodes])
-        saved.append(arrays.length[nodes] * uses)
+    for uses, nodes in zip((job.uses for job in jobs), shared, strict=True):
+        number = uses.uses_left[nodes] + uses.running[nodes].astype(np.int64)
+        there = uses.running > 0
+        there[list(uses.pins)] = True
+        held.append(uses.length[nodes] * there[nodes])
+        saved.append(uses.length[nodes] * number)
     chosen = np.zeros(sum(sizes), np.bool_)
     in_cache = np.concatenate(held).astype(np.int64)
     chosen[_top(in_cache, -(-limit // 2))] = True
@@ -138,31 +135,31 @@ def _top(values: Int64s, count: int) -> Int64s:
     return top
 
 
-def _nodes(job: JobState, arrays: NodeArrays, nodes: Int64s) -> list[NodeNow]:
+def _nodes(job: JobState, nodes: Int64s) -> list[NodeNow]:
     if not len(nodes):
         return []
     uses = job.uses
     # The lowest rank of a request that is still to start.
-    front = int(arrays.rank[~arrays.started].min(initial=np.iinfo(np.int32).max))
-    density = _densities(job, arrays, nodes)
+    front = int(uses.rank[~uses.started].min(initial=np.iinfo(np.int32).max))
+    density = _densities(job, nodes)
     shown = set(nodes.tolist())
     # Depth first: a node before those below it, in the order of their leaves.
-    order = np.lexsort((arrays.depth[nodes], arrays.begin[nodes]))
+    order = np.lexsort((uses.depth[nodes], uses.begin[nodes]))
     found: list[NodeNow] = []
     for at in order:
         node = int(nodes[at])
-        parent = int(arrays.parent[node])
+        parent = int(uses.parent[node])
         while parent > 0 and parent not in shown:
-            parent = int(arrays.parent[parent])
-        left, running = int(arrays.uses_left[node]), int(arrays.running[node])
+            parent = int(uses.parent[parent])
+        left, running = int(uses.uses_left[node]), int(uses.running[node])
         state = KEPT if node in uses.pins or running else ABSENT
         found.append(
             {
                 "job": job.job_id,
                 "node": node,
                 "parent": max(parent, 0),
-                "prefix_tokens": int(arrays.depth[node]),
-                "tokens": int(arrays.length[node]),
+                "prefix_tokens": int(uses.depth[node]),
+                "tokens": int(uses.length[node]),
                 "state": COMPUTING if node in uses.computing else state,
                 "pinned": node in uses.pins,
                 "running": running,
@@ -174,23 +171,21 @@ def _nodes(job: JobState, arrays: NodeArrays, nodes: Int64s) -> list[NodeNow]:
     return found
 
 
-def _densities(job: JobState, arrays: NodeArrays, nodes: Int64s) -> Floats:
-    plan, cost = job.plan, job.plan.cost
-    own = plan.input_len - arrays.depth[plan.node]
+def _densities(job: JobState, nodes: Int64s) -> Floats:
+    plan, cost, uses = job.plan, job.plan.cost, job.uses
+    own = plan.input_len - uses.depth[plan.node]
     steps = plan.est_decode_steps
     compute = (own + steps) * cost.token_time_s
     memory = (
         plan.read_len * steps + plan.est_decode_steps_sq / 2
     ) * cost.kv_read_time_s
     below = [
-        _sums(
-            np.where(arrays.started, 0.0, times), arrays.begin[nodes], arrays.end[nodes]
-        )
+        _sums(np.where(uses.started, 0.0, times), uses.begin[nodes], uses.end[nodes])
         for times in (compute, memory)
     ]
     with np.errstate(divide="ignore", invalid="ignore"):
         density: Floats = below[0] / below[1]
-    density[arrays.uses_left[nodes] <= 0] = np.nan
+    density[uses.uses_left[nodes] <= 0] = np.nan
     return density
 
 

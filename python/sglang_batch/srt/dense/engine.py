@@ -33,9 +33,8 @@ from ...job.engine import KvUse
 from ...planner.costs.cost_model import CostModel
 from ...planner.costs.model_spec import ModelSpec
 from ...planner.machine_model import EngineLimits, Machine, min_step_tokens
-from ...planner.requests import Int32s
 from ...request import RequestOutput, parse_request_id
-from ...scheduling.job_plan import JobPlan
+from ...scheduling.job_plan import JobPlan, LeafNumbers
 from ...scheduling.running_tree import TreeNow
 from ..compat.server_types import OfflineArgs
 from ..engine.machine import NO_OVERLAP, device
@@ -58,12 +57,11 @@ class OpenPlans:
     """The plans of the open jobs, and their priorities."""
 
     def __init__(self) -> None:
-        # With the leaf of each request by its number, -1 for none.
-        self._planned: dict[str, tuple[JobPlan, Int32s]] = {}
+        self._planned: dict[str, tuple[JobPlan, LeafNumbers]] = {}
         self._priority: dict[str, int] = {}
 
     def open(self, job_id: str, plan: JobPlan) -> None:
-        self._planned[job_id] = plan, plan.leaf
+        self._planned[job_id] = plan, LeafNumbers(plan.number)
 
     def prioritize(self, job_id: str, priority: int) -> None:
         self._priority[job_id] = priority
@@ -89,9 +87,11 @@ class OpenPlans:
         return request if found is None else replace(request, **found._asdict())
 
     def _place(self, job_id: str, number: int, priority: int) -> PlannedPlace | None:
-        plan, leaves = self._planned.get(job_id, (None, ()))
-        leaf = int(leaves[number]) if 0 <= number < len(leaves) else -1
-        if plan is None or leaf < 0:
+        if job_id not in self._planned:
+            return None
+        plan, leaves = self._planned[job_id]
+        leaf = leaves.of(number)
+        if leaf < 0:
             return None
         by_length = None
         if plan.length_key is not None and plan.family is not None:
@@ -147,13 +147,6 @@ class DenseEngine(SGLangEngine):
     @property
     def is_connected(self) -> bool:
         return self._connected
-
-    @property
-    def max_cells(self) -> int:
-        """KV cells that all rows can have, each of the context's length."""
-        return self._settings.max_cells or (
-            self._settings.max_rows * self._loaded.context_len
-        )
 
     async def connect(self) -> None:
         self.max_running_requests = self._settings.max_rows
@@ -295,15 +288,6 @@ def _model_spec(loaded: LoadedModel) -> ModelSpec:
 logger = logging.getLogger(__name__)
 
 
-def _load(options: ModelOptions) -> LoadedModel:
-    """The model, which is an :class:`EmbeddingModel` if it makes embeddings."""
-    reason = embedding_reason(options)
-    if reason is None:
-        return load_model(options)
-    logger.info("An embedding model: %s.", reason)
-    return load_embedding_model(options)
-
-
 @contextmanager
 def loaded_engine(
     server_args: OfflineArgs,
@@ -320,7 +304,10 @@ def loaded_engine(
     """
     # While the options were parsed, SGLang's log went to a buffer.
     configure_logger(server_args)
-    loaded = _load(model)
+    reason = embedding_reason(model)
+    if reason is not None:
+        logger.info("An embedding model: %s.", reason)
+    loaded = load_model(model) if reason is None else load_embedding_model(model)
     before = snapshot_context()
     try:
         try:
@@ -388,7 +375,7 @@ def serve(
             [
                 {  # those of a scheduler that SGLang's routes show
                     "max_req_input_len": manager.context_len - 1,
-                    "max_total_num_tokens": engine.max_cells,
+                    "max_total_num_tokens": engine.machine.limits.kv_capacity_tokens,
                 }
             ],
             None,

@@ -274,7 +274,7 @@ class OfflineScheduler(MarkedScheduler):
                 job.joined.numbers.clear()
 
     def _tree(self, message: TreeQuery) -> TreeQueryOutput:
-        tree = running_tree(self.jobs.open, message.limit)
+        tree = running_tree(self.jobs.open.each, message.limit)
         recorder = self.jobs.recorder
         tree["admission"] = recorder.last_admission.name.lower()
         tree["admissions"] = recorder.admissions

@@ -322,10 +322,6 @@ class TestLogprobs:
 BAD = {
     "no tokens": DenseRequest("bad", [], Stopping(4)),
     "context": DenseRequest("bad", [5] * MAX_POSITIONS, Stopping(4)),
-    "max_new_tokens": DenseRequest("bad", [5, 6], Stopping(0)),
-    "temperature": DenseRequest("bad", [5], Stopping(4), Sampling(temperature=-1)),
-    "top_p": DenseRequest("bad", [5], Stopping(4), Sampling(top_p=0.0)),
-    "logit_bias": DenseRequest("bad", [5], Stopping(4), Sampling(logit_bias={999: 1})),
     "regex": DenseRequest("bad", [5], Stopping(4, regexes=("(",))),
     "tokenizer": DenseRequest("bad", [5], Stopping(4, strings=("a",))),
     "grammar": DenseRequest("bad", [5], Stopping(4), Sampling(grammar=("ebnf", "x"))),

@@ -296,22 +296,3 @@ def test_prompt_log_probabilities_are_of_the_logits_as_they_are() -> None:
         assert entry.of_ids == pytest.approx([direct[row, 3].item()])
         values = direct[row].topk(2).values.tolist()
         assert [p for _, p in entry.top] == pytest.approx(values)
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(temperature=-1.0),
-        Sampling(temperature=math.nan),
-        Sampling(top_k=0),
-        Sampling(top_p=0.0),
-        Sampling(min_p=1.5),
-        Sampling(repetition_penalty=0.0),
-        Sampling(frequency_penalty=math.inf),
-        Sampling(logit_bias={VOCAB: 1.0}),
-    ],
-    ids=str,
-)
-def test_a_setting_out_of_its_range_is_refused(sampling: Sampling) -> None:
-    with pytest.raises(ValueError, match="give"):
-        sampler(sampling)

@@ -141,11 +141,6 @@ def test_an_invalid_regex_is_refused_by_its_text() -> None:
         RowStopping(Stopping(1, regexes=("(a",)), eos_ids=[], tokenizer=None)
 
 
-def test_an_answer_of_no_tokens_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_new_tokens is 0; give 1 or more"):
-        RowStopping(Stopping(0), eos_ids=[], tokenizer=None)
-
-
 def first_match(
     tokens: Sequence[int], stopping: Stopping, tokenizer: Any
 ) -> tuple[int, Ending] | None:

@@ -30,11 +30,11 @@ def dense_allowed(tokenizer: Any, kind: str, text: str, begin: str) -> set[int]:
     grammars = Grammars(tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[EOS])
     row = grammars.row(kind, text)
     for token in begin.encode():
-        row.accept(token)
-    mask = grammars.fill([row])
+        assert row.accept_token(token)
+    mask = grammars.mask([row])
     assert mask is not None
     logits = torch.zeros(1, VOCAB_SIZE)
-    mask.apply(logits)
+    mask(logits)
     return set((logits[0] == 0).nonzero().flatten().tolist())
 
 

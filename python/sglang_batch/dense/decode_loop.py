@@ -398,7 +398,7 @@ class DecodeLoop:
         grammars = [query.grammar for query in queries]
         mask = None
         if any(grammars):
-            mask = self._opener.grammars.fill(grammars)
+            mask = self._opener.grammars.mask(grammars)
         return choose(
             logits,
             [query.sampler for query in queries],
@@ -418,8 +418,9 @@ class DecodeLoop:
             query.logprobs.append(logprobs)
         ended_grammar = False
         if query.grammar is not None:
-            query.grammar.accept(token)
-            ended_grammar = query.grammar.terminated
+            accepted = query.grammar.accept_token(token)
+            assert accepted, f"token {token} was chosen under the mask"
+            ended_grammar = query.grammar.is_terminated()
         ending = query.stopping.append(token, grammar_ended=ended_grammar)
         if ending is None and query.length + 1 >= self._model.context_len:
             ending = Ending("length")

@@ -61,7 +61,6 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs go."""
         device: torch.device = self.model.device
         return device
 
@@ -342,7 +341,10 @@ class LearnedPositions:
         tokens = self._positions.shape[1]
         rows = []
         for row, first in enumerate(self._positions[:, 0].tolist()):
-            of_row = {name: _of_row(value, row) for name, value in asked.items()}
+            of_row = {
+                name: value[row : row + 1] if isinstance(value, torch.Tensor) else value
+                for name, value in asked.items()
+            }
             one = module.forward(**{**of_row, _COUNTED: first})
             # LED's has no axis for the rows, and its shape is that of all.
             rows.append(one.reshape(-1, tokens, one.shape[-1])[:1])
@@ -351,10 +353,6 @@ class LearnedPositions:
 
 def _parameters(module: torch.nn.Module) -> Any:
     return inspect.signature(module.forward).parameters
-
-
-def _of_row(value: Any, row: int) -> Any:
-    return value[row : row + 1] if isinstance(value, torch.Tensor) else value
 
 
 def _is_of_a_decoder(name: str) -> bool:

@@ -12,7 +12,6 @@ batch.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,9 +40,6 @@ class RowSampler:
     Args:
         seed: of the row if ``sampling`` has none; see :func:`drawn_seed`.
         ending_ids: tokens that are not chosen before ``min_new_tokens``.
-
-    Raises:
-        ValueError: a setting is out of its range.
     """
 
     def __init__(
@@ -55,7 +51,6 @@ class RowSampler:
         ending_ids: Iterable[int] = (),
         min_new_tokens: int = 0,
     ) -> None:
-        _check(sampling, vocab_size)
         self.sampling = sampling
         self.seed = seed if sampling.seed is None else sampling.seed
         self.num_tokens = 0
@@ -88,7 +83,6 @@ class RowSampler:
     # Each returns token ids, int64, and as many float32 values; or None for no change.
 
     def additive(self) -> Changes | None:
-        """Token ids, int64, and the changes of their logits, float32, or None."""
         each, once = self.sampling.frequency_penalty, self.sampling.presence_penalty
         if not self._counts or not (each or once):
             return None
@@ -96,20 +90,17 @@ class RowSampler:
         return _ids(self._counts), (-each * counts - once).astype(np.float32)
 
     def scaling(self) -> Changes | None:
-        """Token ids, int64, and their repetition penalty, float32, or None."""
         penalty = self.sampling.repetition_penalty
         if not self._counts or penalty == 1.0:
             return None
         return _ids(self._counts), np.full(len(self._counts), penalty, np.float32)
 
     def forbidden(self) -> Changes | None:
-        """Token ids, int64, that may not be chosen yet, and minus infinity, or None."""
         if self.num_tokens >= self._min_new_tokens or not len(self._ending):
             return None
         return self._ending, np.full(len(self._ending), -np.inf, np.float32)
 
     def bias(self) -> Changes | None:
-        """Token ids, int64, and the changes of their logits, float32, or None."""
         return (self._bias_ids, self._bias) if len(self._bias_ids) else None
 
 
@@ -146,7 +137,7 @@ def choose(
 
     Args:
         logits: ``[rows, vocab]``, float32 on any device. Changed in place.
-        mask: of the rows that have a grammar, whose ``apply`` changes logits in place.
+        mask: of the rows that have a grammar, called to change the logits in place.
         wanted: log probabilities, one per row.
     """
     with torch.inference_mode():
@@ -198,31 +189,6 @@ def prompt_logprobs(
         return found
 
 
-def _check(sampling: Sampling, vocab_size: int) -> None:
-    each, once = sampling.frequency_penalty, sampling.presence_penalty
-    for name, fits, allowed in (
-        ("frequency_penalty", math.isfinite(each), "a finite number"),
-        ("presence_penalty", math.isfinite(once), "a finite number"),
-        ("temperature", 0.0 <= sampling.temperature < math.inf, "0 or more"),
-        ("top_k", sampling.top_k == -1 or sampling.top_k >= 1, "-1 or at least 1"),
-        ("top_p", 0.0 < sampling.top_p <= 1.0, "more than 0, at most 1"),
-        ("min_p", 0.0 <= sampling.min_p <= 1.0, "0 to 1"),
-        (
-            "repetition_penalty",
-            0.0 < sampling.repetition_penalty < math.inf,
-            "more than 0",
-        ),
-    ):
-        if not fits:
-            raise ValueError(f"{name} is {getattr(sampling, name)}; give {allowed}")
-    for token in sampling.logit_bias:
-        if not 0 <= token < vocab_size:
-            raise ValueError(
-                f"logit_bias names token {token}; "
-                f"give token ids from 0 to {vocab_size - 1}"
-            )
-
-
 def _hash(seed: int, number: int) -> int:
     """64 well-mixed bits of two integers."""
     text = f"{seed} {number}".encode()
@@ -252,7 +218,7 @@ def _change(logits: Any, samplers: Sequence[RowSampler], mask: Any) -> bool:
     scaling = RowSampler.scaling
     for step in (RowSampler.additive, RowSampler.forbidden, scaling, RowSampler.bias):
         if step is RowSampler.bias and mask is not None:
-            mask.apply(logits)
+            mask(logits)
         if at := _gathered(logits, [step(sampler) for sampler in samplers]):
             rows, ids, values = at
             old = logits[rows, ids]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -36,7 +37,6 @@ class RowKv:
 
     @property
     def length(self) -> int:
-        """Tokens in it."""
         return int(self.layers[0][0].shape[1])
 
     def to(self, device: torch.device | str) -> RowKv:
@@ -415,13 +415,6 @@ def attend(
     return out.reshape(rows, 1, heads, out.shape[-1]), None
 
 
-class _LastMask:
-    """All layers of a step have the same mask, which is looked at once."""
-
-    mask: torch.Tensor | None = None
-    seen: list[int] | None = None
-
-
 def _columns_seen(mask: torch.Tensor | None) -> list[int] | None:
     """How many of the last columns each row sees, or None if all rows shall attend at once.
 
@@ -434,12 +427,12 @@ def _columns_seen(mask: torch.Tensor | None) -> list[int] | None:
         or mask.shape[1] != 1
     ):
         return None
-    if mask is not _LastMask.mask:
-        _LastMask.mask, _LastMask.seen = mask, _sparse(mask[:, 0, 0])
-    return _LastMask.seen
+    return _sparse(mask)
 
 
+@lru_cache(maxsize=1)  # all layers of a step have the same mask
 def _sparse(mask: torch.Tensor) -> list[int] | None:
+    mask = mask[:, 0, 0]
     rows, columns = mask.shape
     counts = mask.sum(-1)
     at_end = mask.int().argmax(-1) == columns - counts

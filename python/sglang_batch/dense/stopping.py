@@ -56,7 +56,7 @@ class RowStopping:
         tokenizer: of transformers; not used where nothing reads text.
 
     Raises:
-        ValueError: a regex is invalid, or ``max_new_tokens`` is less than 1.
+        ValueError: a regex is invalid.
     """
 
     def __init__(
@@ -67,10 +67,6 @@ class RowStopping:
         tokenizer: Any,
         prompt_ids: Sequence[int] = (),
     ) -> None:
-        if stopping.max_new_tokens < 1:
-            raise ValueError(
-                f"max_new_tokens is {stopping.max_new_tokens}; give 1 or more"
-            )
         self._stopping = stopping
         self._ending_ids = ending_ids(stopping, eos_ids)
         self._tokenizer = tokenizer

@@ -29,7 +29,6 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch.nn.functional import normalize
 
 from ...batch_api.stop_rules import FIELD, NO_RULES, Cut, StopRules
-from ...dense.admission import ByLength
 from ...dense.row_request import (
     DenseAnswer,
     DenseRequest,
@@ -62,19 +61,15 @@ def dense_request(
     *,
     longest: int,
     end_ids: frozenset[int],
-    reasoning_end: Sequence[int] = (),
-    place: int = 0,
-    priority: int = 0,
-    expected_len: int | None = None,
-    by_length: ByLength | None = None,
+    reasoning_end: Sequence[int],
 ) -> DenseRequest:
-    """A request of SGLang, whose parameters it has checked, for the dense engine.
+    """A request of SGLang, whose parameters it has checked, for the dense engine. Nothing is
+    planned for it yet.
 
     Args:
         longest: most tokens that the context leaves for the answer, at least 1.
         end_ids: tokens that end an answer besides the model's own, unless it ignores them.
         reasoning_end: tokens that end the reasoning of this request, if it reasons.
-        place, priority, expected_len, by_length: see :class:`.DenseRequest`.
 
     Raises:
         ValueError: it asks for something that only SGLang's own engine can do.
@@ -93,10 +88,6 @@ def dense_request(
         stopping=_stopping(params, longest, end_ids, reasoning_end),
         sampling=_sampling(params, grammar, message.rid),
         logprobs=_logprobs_wanted(message),
-        place=place,
-        priority=priority,
-        expected_len=expected_len,
-        by_length=by_length,
     )
 
 
@@ -112,13 +103,10 @@ def _refuse(asked: Sequence[str]) -> None:
         )
 
 
-def embedding_request(
-    message: TokenizedEmbeddingReqInput, *, place: int = 0, priority: int = 0
-) -> DenseRequest:
+def embedding_request(message: TokenizedEmbeddingReqInput) -> DenseRequest:
     """A request for a vector, as a row that decodes nothing. Raises as :func:`dense_request`."""
     _refuse(_asked(message, _UNKNOWN_OF_VECTORS))
-    ids = list(message.input_ids)
-    return DenseRequest(message.rid, ids, Stopping(1), place=place, priority=priority)
+    return DenseRequest(message.rid, list(message.input_ids), Stopping(1))
 
 
 def embedding_output(

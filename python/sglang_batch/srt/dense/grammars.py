@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
 import xgrammar
 from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
 from sglang.srt.constrained.xgrammar_backend import (
@@ -25,70 +25,6 @@ KINDS = {
 }
 # Compiled grammars that are kept for rows to come.
 _KEPT = 256
-
-
-class GrammarRow:
-    """The place of one row in its grammar."""
-
-    def __init__(self, named: str, compiled: xgrammar.CompiledGrammar):
-        self._named = named
-        self._matcher = xgrammar.GrammarMatcher(compiled)
-
-    @property
-    def terminated(self) -> bool:
-        """Whether the grammar has ended with an ending token of the model."""
-        return bool(self._matcher.is_terminated())
-
-    def accept(self, token: int) -> None:
-        """Advance by a token of the answer.
-
-        Raises:
-            ValueError: the grammar does not allow it here.
-        """
-        if not self._matcher.accept_token(token):
-            raise ValueError(
-                f"token {token} is not allowed here by the {self._named}; "
-                "choose tokens under its mask"
-            )
-
-    def fill(self, bitmask: Any, row: int) -> None:
-        """Write which tokens may follow to one row of a bitmask."""
-        self._matcher.fill_next_token_bitmask(bitmask, row)
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarMask:
-    """The tokens that may follow, of the rows of a step that have a grammar.
-
-    rows: the rows, ascending.
-    bitmask: int32 ``[all rows, ceil(vocab / 32)]`` on the CPU, one bit per token.
-    vocab_size: width of the logits.
-    """
-
-    rows: Sequence[int]
-    bitmask: Any
-    vocab_size: int
-
-    def apply(self, logits: Any) -> None:
-        """Set the logits of other tokens to minus infinity, in place.
-
-        Args:
-            logits: float32 ``[all rows, vocab]``, on any device.
-
-        Raises:
-            ValueError: the logits have another width.
-        """
-        if logits.shape[-1] != self.vocab_size:
-            raise ValueError(
-                f"the logits have {logits.shape[-1]} columns, the grammars "
-                f"{self.vocab_size}; make the grammars with the width of the logits"
-            )
-        xgrammar.apply_token_bitmask_inplace(
-            logits,
-            self.bitmask.to(logits.device),
-            vocab_size=self.vocab_size,
-            indices=list(self.rows),
-        )
 
 
 class Grammars:
@@ -122,7 +58,7 @@ class Grammars:
         self._backend.grammar_compiler = JsonCompiler(info, cache_enabled=False)
         self._compiled = lru_cache(maxsize=_KEPT)(self._compile)
 
-    def row(self, kind: str, text: str) -> GrammarRow:
+    def row(self, kind: str, text: str) -> xgrammar.GrammarMatcher:
         """The start of a grammar, for one row.
 
         Args:
@@ -133,25 +69,36 @@ class Grammars:
             ValueError: the grammar cannot be compiled, or answers would not be kept to
                 all of it.
         """
-        return GrammarRow(_named(kind, text), self._compiled(kind, text))
+        return xgrammar.GrammarMatcher(self._compiled(kind, text))
 
-    def fill(self, rows: Sequence[GrammarRow | None]) -> GrammarMask | None:
-        """The mask of a step, None if no row needs one.
+    def mask(
+        self, rows: Sequence[xgrammar.GrammarMatcher | None]
+    ) -> Callable[[torch.Tensor], None] | None:
+        """The mask of a step: sets the logits ``[rows, vocab]`` of tokens that may not follow
+        to minus infinity, in place. None if no row needs one.
 
         Args:
             rows: one per row of the logits, None for a row without a grammar.
         """
-        filled = [
-            (place, row)
-            for place, row in enumerate(rows)
-            if row is not None and not row.terminated
-        ]
-        if not filled:
-            return None
+        masked: list[int] = []
         bitmask = xgrammar.allocate_token_bitmask(len(rows), self._vocab_size)
-        for place, row in filled:
-            row.fill(bitmask, place)
-        return GrammarMask([place for place, _ in filled], bitmask, self._vocab_size)
+        for place, row in enumerate(rows):
+            if row is not None and not row.is_terminated():
+                row.fill_next_token_bitmask(bitmask, place)
+                masked.append(place)
+
+        def apply(logits: torch.Tensor) -> None:
+            width, expected = logits.shape[-1], self._vocab_size
+            if width != expected:
+                raise ValueError(
+                    f"the logits have {width} columns, the grammars {expected}; make the "
+                    "grammars with the width of the logits"
+                )
+            xgrammar.apply_token_bitmask_inplace(
+                logits, bitmask.to(logits.device), vocab_size=width, indices=masked
+            )
+
+        return apply if masked else None
 
     def _compile(self, kind: str, text: str) -> xgrammar.CompiledGrammar:
         if kind not in KINDS:

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -247,7 +248,7 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 f"--backend transformers does not know {type(obj).__name__}"
             )
         # All are converted before any is sent: one that cannot be ends the call.
-        requests = [self._converted(each) for each in messages]
+        requests = [self._planned(each) for each in messages]
         for message, request in zip(messages, requests, strict=True):
             self._sent[request.rid] = message
             self._worker.submit(request)
@@ -260,11 +261,13 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
         """Nothing outlives its requests."""
         return FlushCacheReqOutput(success=True)
 
-    def _converted(self, message: Message) -> DenseRequest:
+    def _planned(self, message: Message) -> DenseRequest:
         planned = self._place_of(message.rid)
+        return replace(self._converted(message), **planned._asdict())
+
+    def _converted(self, message: Message) -> DenseRequest:
         if isinstance(message, TokenizedEmbeddingReqInput):
-            place, priority = planned.place, planned.priority
-            return embedding_request(message, place=place, priority=priority)
+            return embedding_request(message)
         if isinstance(self._loaded, EmbeddingModel):
             # SGLang has no check of this, and its scheduler would compute embeddings.
             raise ValueError("This model makes embeddings and generates no text.")
@@ -275,10 +278,7 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
             message,
             longest=max(1, longest),
             end_ids=self._end_ids,
-            reasoning_end=(self._think_end_ids or ())
-            if message.require_reasoning
-            else (),
-            **planned._asdict(),
+            reasoning_end=self._think_end_ids if message.require_reasoning else (),
         )
 
     def _abort(self, worker: DenseWorker, request: AbortReq) -> None:

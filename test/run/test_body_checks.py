@@ -390,7 +390,7 @@ def test_such_a_pattern_is_refused_in_a_request(name: str) -> None:
     assert SAMPLING_FIELDS[name] == Text(check_schema)
     schema = json.dumps({"type": "string", "pattern": WIDE[0]})
     with pytest.raises(FieldError):
-        check_value(name, schema, SAMPLING_FIELDS[name], None, None)
+        check_value(name, schema, SAMPLING_FIELDS[name])
 
 
 BARE = [

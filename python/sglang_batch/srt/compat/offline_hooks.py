@@ -39,11 +39,6 @@ def register_offline(
     HookRegistry.register(target, OfflineHook(hook, hook_type, arguments), hook_type)
 
 
-def apply() -> None:
-    """Have SGLang apply the hooks that are registered."""
-    HookRegistry.apply_hooks()
-
-
 @dataclass(eq=False)
 class OfflineHook:
     """A hook as SGLang calls it, which passes calls of other engines on."""

@@ -116,11 +116,7 @@ class ServingEndpoints:
         return await self._managers[0].generate_request(request, None).__anext__()
 
 
-@cache
-def _native_requests() -> TypeAdapter[GenerateReqInput]:
-    return TypeAdapter(GenerateReqInput)
-
-
+_type_adapter = cache(TypeAdapter)  # making one takes long
 _SERVING = "sglang.srt.entrypoints.openai.serving"
 # SGLang's serving classes, but for those that depend on the model.
 _SERVING_CLASSES = {
@@ -144,7 +140,9 @@ def _native_request(body: JsonObject) -> GenerateReqInput:
             raise FieldError(name[:100], "there is no such field", "unknown_parameter")
     if body.get("stream"):
         raise FieldError("stream", "the answers of a job are not streamed")
-    return _native_requests().validate_python(bodies.without_nulls(body))
+    given = bodies.without_nulls(body)
+    native: GenerateReqInput = _type_adapter(GenerateReqInput).validate_python(given)
+    return native
 
 
 def _serve_function(

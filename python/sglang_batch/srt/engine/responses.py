@@ -19,7 +19,7 @@ from ...batch_api.protocol import error_body
 from ...batch_api.stop_rules import REASON_KEY
 from ...request import Cuts, RequestOutput, Usage, Work
 from ..compat.server_types import EngineAnswer, JsonObject
-from .checks.body_checks import MESSAGES_URL, describe_validation_error
+from .checks.body_checks import MESSAGES_URL, errors_by_field
 from .checks.value_checks import FieldError
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def rejection(url: str, rid: str, error: Exception) -> RequestOutput:
     if isinstance(error, ValidationError):
         if url == MESSAGES_URL:
             return _error_output(url, rid, 400, _all_errors(error))
-        message, param = describe_validation_error(error)
+        message, param = errors_by_field(error)[0]
         return _error_output(url, rid, 400, message, param=param)
     if isinstance(error, FieldError):
         return _error_output(

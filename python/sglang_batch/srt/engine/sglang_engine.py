@@ -120,10 +120,6 @@ class SGLangEngine:
         self._pairing = SGLangEngine.find_pairing(manager)
         self._early_ends = EarlyEnds(manager)
 
-    async def _ask(self, question: object, answer: type) -> list[Any]:
-        answers: list[Any] = await control.channel_of(self.manager, answer)(question)
-        return answers
-
     @property
     def model_names(self) -> tuple[str, ...]:
         # SGLang renames the model after the path of new weights.
@@ -190,9 +186,8 @@ class SGLangEngine:
     async def running_tree(self, limit: int) -> list[TreeNow] | None:
         if self._job_control is None:
             return None  # SGLang's own scheduler has no plan
-        answers = await self._ask(
-            control.TreeQuery(limit=limit), control.TreeQueryOutput
-        )
+        channel = control.channel_of(self.manager, control.TreeQueryOutput)
+        answers: list[Any] = await channel(control.TreeQuery(limit=limit))
         answers.sort(key=lambda answer: answer.dp_rank)
         return [json.loads(answer.tree) for answer in answers]
 
@@ -203,7 +198,8 @@ class SGLangEngine:
         return await asyncio.shield(self._running_query)
 
     async def _ask_running_s(self) -> dict[str, float]:
-        answers = await self._ask(control.RunningQuery(), control.RunningQueryOutput)
+        channel = control.channel_of(self.manager, control.RunningQueryOutput)
+        answers = await channel(control.RunningQuery())
         return longest_of_lines(answer.seconds for answer in answers)
 
     async def open_job(

@@ -206,7 +206,7 @@ class OverlapTrial:
         """
         end = self._clock() + budget_s
         cells: list[TrialCell] = []
-        first, *limits = self._steps.shares
+        first, *limits = self._steps.halves.shares
         for shape in self._shapes(prompt_tokens, decodes):
             if self._clock() > end:
                 break

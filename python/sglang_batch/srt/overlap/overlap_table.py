@@ -9,7 +9,6 @@ each step from the nearest of them.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -165,20 +164,12 @@ def _gain_at(pairs: dict[tuple[int, int], dict[int, float]], step: MixedStep) ->
         or _ratio(nearest[1], step.context) > reach
     ):
         return -math.inf
-    line = sorted(pairs[nearest].items())
-    tokens = [number for number, _ in line]
+    tokens, gains = zip(*sorted(pairs[nearest].items()), strict=True)
     if not (
         tokens[0] / _REACH_PROMPTS <= step.prompt_tokens <= tokens[-1] * _REACH_PROMPTS
     ):
         return -math.inf
-    at = bisect_left(tokens, step.prompt_tokens)
-    if at == 0:
-        return line[0][1]
-    if at == len(line):
-        return line[-1][1]
-    (fewer, below), (more, above) = line[at - 1], line[at]
-    part = math.log(step.prompt_tokens / fewer) / math.log(more / fewer)
-    return below + part * (above - below)
+    return float(np.interp(math.log(step.prompt_tokens), np.log(tokens), gains))
 
 
 def _ratio(one: float, other: float) -> float:

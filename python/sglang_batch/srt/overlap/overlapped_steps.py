@@ -45,21 +45,15 @@ def always(step: MixedStep) -> OverlapChoice | None:
 class OverlappedSteps:
     """The mixed steps of one model runner, whose forwards pass this object from now on.
 
-    policy: which steps to split, and how.
+    policy: which steps to split, and how. At first all.
     on_whole: called when a step that was announced as split runs as one forward.
     """
 
-    def __init__(
-        self,
-        model_runner: Any,
-        halves: HalfForwards,
-        policy: Policy = always,
-        on_whole: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, model_runner: Any, halves: HalfForwards) -> None:
         self._runner = model_runner
         self.halves = halves
-        self.policy = policy
-        self.on_whole = on_whole
+        self.policy: Policy = always
+        self.on_whole: Callable[[], None] = lambda: None
         self._next: tuple[int, OverlapChoice] | None = None
         self.counts: Counter[str] = Counter()
         self.fault: str | None = None
@@ -141,11 +135,6 @@ class OverlappedSteps:
         return ModelRunnerOutput(
             logits_output=join(decodes, prompts), can_run_graph=False
         )
-
-    @property
-    def shares(self) -> tuple[int | None, ...]:
-        """The limits of SMs for prompts that steps can be split with."""
-        return self.halves.shares
 
     @property
     def totals(self) -> dict[str, object]:

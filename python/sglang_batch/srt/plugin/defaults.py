@@ -90,10 +90,7 @@ def _resolve(server_args: ServerArgs, previous: ResolutionStep) -> None:
     ):
         # SGLang would choose a pool of pinned memory, for which it needs CUDA, and which
         # offloading has no use for.
-        _declare(
-            server_args,
-            disaggregation_decode_retraction_backup="cpu_tensor",
-        )
+        _declare(server_args, disaggregation_decode_retraction_backup="cpu_tensor")
     if config.scheduler == "offline":
         mixed = view.enable_mixed_chunk or config.mixed_chunk
         if config.mixed_chunk is None and not support.is_deterministic(view):

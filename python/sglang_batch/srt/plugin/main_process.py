@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from ..compat import offline_hooks as hooks
 from ..compat.private_api import check_version
@@ -46,7 +46,7 @@ def _hook_main() -> None:
     register(hooks.LAUNCH_HOOK, processes.tell_of_schedulers, after, hooks.second)
     register(hooks.SHUTDOWN_HOOK, defaults.undo, after, hooks.own)
     _register_http_hooks()
-    hooks.apply()
+    HookRegistry.apply_hooks()
 
 
 def _run_server(*args: Any, **kwargs: Any) -> None:
@@ -76,7 +76,7 @@ def enter_tokenizer_worker() -> None:
         EngineError: a hook did not take effect.
     """
     _register_http_hooks()
-    hooks.apply()
+    HookRegistry.apply_hooks()
     hooks.check_hooks_took()
 
 

@@ -172,11 +172,11 @@ def body_errors(
     try:
         parsed = validated(_checked_classes()[url], value)
     except ValidationError as error:
-        return [*_errors_by_field(error), *((text, at) for at, text in found.items())]
+        return [*errors_by_field(error), *((text, at) for at, text in found.items())]
     for name, rule in _numbers().items():
         if (number := vars(parsed).get(name)) is not None:
             try:
-                checks.check_value(name, number, rule, None, None)
+                checks.check_value(name, number, rule)
             except FieldError as error:
                 found[error.param] = str(error)
     try:
@@ -199,7 +199,7 @@ def body_errors(
 
 @cache
 def _numbers() -> dict[str, Rule]:
-    kinds = checks.Whole | checks.Real | checks.Biases | checks.TokenIds
+    kinds = checks.Whole | checks.Real | checks.OfTokens
     numbers: dict[str, Rule] = {
         checks.OPENAI_NAMES.get(name, name): rule
         for name, rule in checks.SAMPLING_FIELDS.items()
@@ -244,12 +244,8 @@ def _sampling_of(parsed: Any) -> dict[str, Any]:
     return found if schema is None else found | {"json_schema": schema}
 
 
-def describe_validation_error(error: ValidationError) -> tuple[str, str | None]:
-    """The first error in a body: its message and the ``body.`` path of the value."""
-    return _errors_by_field(error)[0]
-
-
-def _errors_by_field(error: ValidationError) -> list[tuple[str, str | None]]:
+def errors_by_field(error: ValidationError) -> list[tuple[str, str | None]]:
+    """Of each field the error to tell: its message and the ``body.`` path of the value."""
     fields: dict[object, list[Any]] = {}
     for each in error.errors(include_url=False, include_context=False):
         fields.setdefault(each["loc"][0] if each["loc"] else None, []).append(each)

@@ -43,7 +43,7 @@ def check_grammars(params: Mapping[str, Any], compiles: bool) -> None:
     for kind in given:
         text = params[kind]
         if text != _ANY_OBJECT:
-            check_value(kind, text, SAMPLING_FIELDS[kind], None, None)
+            check_value(kind, text, SAMPLING_FIELDS[kind])
             if compiles and (problem := grammar_fault(kind, text)):
                 raise FieldError(kind, problem)
 

@@ -23,7 +23,7 @@ from ...compat.server_types import EngineRequest, TokenizerManager
 from ..request_ids import has_our_id, may_be_ours, name_list
 from . import value_checks as checks
 from .stop_rule_checks import settle_rules
-from .value_checks import FieldError, Refused, Rule, TokenIds, check_value, short
+from .value_checks import FieldError, OfTokens, Refused, Rule, check_value, short
 
 # Most sequences of all prompts of a request.
 MAX_ALL_SEQUENCES = 1 << 16
@@ -48,7 +48,7 @@ def check_line(adapted: EngineRequest, vocab_size: int) -> None:
     """:func:`check_request` for a line, once, and a check of its prompts' token ids."""
     settle_rules(adapted)
     check_request(adapted)
-    check_value("input_ids", adapted.input_ids, TokenIds(), vocab_size, None)
+    check_value("input_ids", adapted.input_ids, OfTokens.IDS, vocab_size)
     vars(adapted)[_CHECKED] = True
 
 
@@ -61,7 +61,7 @@ def check_request(adapted: EngineRequest) -> None:
     for name, rule, default in _request_fields(type(adapted)):
         value = getattr(adapted, name, None)
         if value is not None and value is not default:
-            check_value(name, value, rule, None, None)
+            check_value(name, value, rule)
     # Answers are read within the prompt, which no cached prompt has.
     positions = (
         getattr(adapted, "multi_item_delimiter_indices", None),
@@ -116,9 +116,9 @@ def check_sampling(params: object) -> None:
         number = isinstance(rule, checks.Whole | checks.Real)
         if number and isinstance(value, list):
             raise FieldError(name, f"{short(value)} is a list", "invalid_type")
-        if not (number or isinstance(rule, checks.Biases | TokenIds)):
+        if not (number or isinstance(rule, OfTokens)):
             checks.check_type(name, value, types[name])
-        check_value(name, value, rule, None, None)
+        check_value(name, value, rule)
 
 
 def _without_nulls(sampling: Any) -> Any:
@@ -273,7 +273,7 @@ def check_message(message: Any, vocab_size: int) -> None:
         # The scheduler would have no KV to release.
         raise FieldError("text", "the prompt has no tokens")
     params = message.sampling_params
-    check_value("stop_token_ids", params.stop_token_ids, TokenIds(), vocab_size, None)
+    check_value("stop_token_ids", params.stop_token_ids, OfTokens.IDS, vocab_size)
     if params.min_new_tokens and 2 * len(params.stop_token_ids or ()) > vocab_size:
         raise FieldError(
             "min_new_tokens", "with so many stop_token_ids, no token would be left"

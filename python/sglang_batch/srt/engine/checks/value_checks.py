@@ -12,6 +12,7 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import msgspec
@@ -45,24 +46,19 @@ class Real:
     above: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TokenIds:
-    """Ids of the vocabulary: one, a list, or a list of lists."""
+class OfTokens(Enum):
+    """Values that depend on the vocabulary or on the prompt.
 
+    IDS: of the vocabulary: one, a list, or a list of lists.
+    COUNT: a number of tokens of the vocabulary, from 0.
+    PLACES: of tokens in the prompt, in ascending order.
+    BIASES: numbers by token id.
+    """
 
-@dataclass(frozen=True, slots=True)
-class TokenCount:
-    """A number of tokens of the vocabulary, from 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class Positions:
-    """Places of tokens in the prompt, in ascending order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Biases:
-    """Numbers by token id."""
+    IDS = auto()
+    COUNT = auto()
+    PLACES = auto()
+    BIASES = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +82,7 @@ class Refused:
     reason: str
 
 
-Rule = (
-    Whole | Real | TokenIds | TokenCount | Positions | Biases | Text | Typed | Refused
-)
+Rule = Whole | Real | OfTokens | Text | Typed | Refused
 
 _TEXT = Typed("text of any content")
 _FLAG = Typed("true or false")
@@ -107,7 +101,7 @@ def _fields(rule: Rule, *names: str) -> dict[str, Rule]:
 SAMPLING_FIELDS: dict[str, Rule] = {
     "max_new_tokens": Whole(),
     "stop": Typed("SGLang counts and encodes the texts"),
-    "stop_token_ids": TokenIds(),
+    "stop_token_ids": OfTokens.IDS,
     "stop_regex": Text(check_pattern),
     "temperature": Real(0),
     "top_p": Real(0, 1, above=True),
@@ -125,7 +119,7 @@ SAMPLING_FIELDS: dict[str, Rule] = {
     "ebnf": Text(check_grammar),
     "structural_tag": Text(check_schema),
     "stream_interval": Whole(1),
-    "logit_bias": Biases(),
+    "logit_bias": OfTokens.BIASES,
     "sampling_seed": Whole(-_INT63 - 1, _INT63),
     "custom_params": Typed(
         "read by custom logit processors; our own checks read its stop_rules"
@@ -169,7 +163,7 @@ REQUEST_FIELDS: dict[str, Rule] = {
     "custom_labels": Typed("compared with the labels that the server allows"),
     "external_trace_header": Typed("only read by a tracer"),
     "received_time": Real(0),
-    "embed_override_token_id": TokenIds(),
+    "embed_override_token_id": OfTokens.IDS,
     "embed_overrides": Typed("tensors, which no client can send"),
     # These reach the scheduler with SGLang's value.
     **_fields(
@@ -207,10 +201,10 @@ SCHEDULER_FIELDS: dict[str, Rule] = {
     "decision_layout": Typed("SGLang checks it against the prompt"),
     "kv_hints": Typed("SGLang decodes it"),
     "sampling_logprobs_mode": Typed("one of SGLang's words"),
-    **_fields(TokenIds(), "input_ids token_ids_logprob"),
-    **_fields(Positions(), "multi_item_delimiter_indices token_indices_to_pool"),
+    **_fields(OfTokens.IDS, "input_ids token_ids_logprob"),
+    **_fields(OfTokens.PLACES, "multi_item_delimiter_indices token_indices_to_pool"),
     "logprob_start_len": Whole(-1),
-    "top_logprobs_num": TokenCount(),
+    "top_logprobs_num": OfTokens.COUNT,
     "routed_experts_start_len": Whole(),
     "priority": Whole(-_INT32),
     "dimensions": Whole(1),
@@ -291,27 +285,31 @@ def check_type(name: str, value: object, kind: Any) -> None:
 
 
 def check_value(
-    name: str, value: Any, rule: Rule, vocab_size: int | None, input_ids: Any
+    name: str,
+    value: Any,
+    rule: Rule,
+    vocab_size: int | None = None,
+    input_ids: Any = (),
 ) -> None:
     match rule:
         case Whole(low, high):
             for each in _each(value):
                 _check_whole(name, each, low, high)
-        case TokenCount():
+        case OfTokens.COUNT:
             _check_whole(name, value, 0, vocab_size or 0)
         case Real(low, high, above):
             for each in _each(value):
                 _check_real(name, each, low, high, above)
-        case TokenIds():
+        case OfTokens.IDS:
             _check_ids(name, value, vocab_size)
-        case Positions():
+        case OfTokens.PLACES:
             last, most = -1, len(input_ids or ())
             for each in value:
                 if type(each) is not int or not last < each < most:
                     wrong = f"{short(each)} is not a place in a prompt of {most} tokens"
                     raise FieldError(name, wrong)
                 last = each
-        case Biases():
+        case OfTokens.BIASES:
             _check_biases(name, value)
         case Text(check):
             for each in _each(value):

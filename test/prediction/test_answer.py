@@ -19,7 +19,7 @@ def report(
         for name, value in seconds.items()
     }
     ranking = sorted(seconds, key=lambda name: seconds[name])
-    tree = SimpleNamespace(num_requests=2000)
+    tree = SimpleNamespace(num_requests=2000, num_unique_tokens=1000)
     cost = {} if price is None else {"dollars": price}
     return SimpleNamespace(
         chosen="dfs",
@@ -27,6 +27,7 @@ def report(
         forecast=SimpleNamespace(runs=runs, ranking=ranking, tree=tree),
         machine=MachineInfo("m", hardware("cpu"), 1, "", calibrated),
         left_out=[],
+        late_tokens=0,
         gpu_price=price,
         policy_figures=lambda run: {"seconds": run.seconds, **cost},
     )
@@ -58,3 +59,14 @@ def test_requests_that_are_left_out_are_named() -> None:
     advice, *left_out = answer(found).splitlines()[2:]
     assert advice.startswith("Advice: leave out --policy to compare all orders.")
     assert left_out == ["left out: 1 that cannot run:", "a: too large"]
+
+
+def test_text_that_stands_late_is_named_with_its_cost() -> None:
+    found = report(dfs=100.0)
+    found.late_tokens = 400
+    found.forecast.machine = SimpleNamespace(cost=SimpleNamespace(token_time_s=0.01))
+    (said,) = answer(found).splitlines()[3:]
+    assert said.startswith("Late text: about 400 tokens that many prompts have stand")
+    assert "save 4.000 s" in said
+    found.late_tokens = 40
+    assert len(answer(found).splitlines()) == 3

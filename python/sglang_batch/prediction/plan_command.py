@@ -34,6 +34,7 @@ from ..run.model_place import check_model
 from ..run.prepare import checked_requests
 from ..run.run_options import command_line, job_input
 from ..store.token_spool import TokenSpool
+from .late_text import num_late_tokens
 from .machine_choice import choose, chosen_device, make_machine
 from .options import boxes, check_choice
 from .report import LeftOut, MachineInfo, Measured, Report, forecast
@@ -217,6 +218,7 @@ def _report(
         num_lines=num_lines,
         num_merged=rendered.num_merged,
         gpu_price=options.price_per_gpu_hour,
+        late_tokens=num_late_tokens(requests, found.tree),
     )
 
 

@@ -84,6 +84,8 @@ class Report:
     gpu_price: dollars for an hour of a device. None: costs are not told.
     own_order_tokens: unique prompt tokens with fields in the template's own order. None:
         they are in that order.
+    late_tokens: prompt tokens that text in front would save, see
+        :func:`.late_text.num_late_tokens`.
     """
 
     job: str
@@ -98,6 +100,7 @@ class Report:
     measured: Measured | None = None
     gpu_price: float | None = None
     own_order_tokens: int | None = None
+    late_tokens: int = 0
 
     def as_json(self) -> str:
         """One JSON document. Infinite numbers and NaN become null."""
@@ -130,6 +133,7 @@ class Report:
             "prompt_tokens": f.tree.num_tokens,
             "unique_prompt_tokens": f.tree.num_unique_tokens,
             "unique_prompt_tokens_in_own_order": self.own_order_tokens,
+            "late_shared_tokens": self.late_tokens,
             "prefix_sharing_ratio": f.tree.prefix_sharing_ratio,
             "expected_output_tokens": f.output_tokens,
             "simulated_output_tokens": int(f.output_len.sum(dtype=np.int64)),

@@ -574,6 +574,14 @@ class OfflineBatchConfig:
         _above_0("seconds"),
         "seconds without a byte, or below 1,024 bytes per second on average, until HTTP 408",
     )
+    webhooks: str | None = _experimental(
+        None, _PATH, "file of [webhooks](operating.md#webhooks)"
+    )
+    webhook_networks: tuple[str, ...] = _experimental(
+        (),
+        _list_of(_parses(ip_network), "networks such as '10.0.0.0/8'"),
+        "private networks they may go to, also by `http`",
+    )
     prefill_servers: tuple[str, ...] = _experimental(
         (),
         _list_of(_is_server, "URLs such as 'http://10.0.0.7:30000'"),

@@ -21,11 +21,13 @@ from fake_engine import FakeEngine
 from prometheus_client import CollectorRegistry, generate_latest
 
 from sglang_batch.batch_api import protocol as api
+from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.server import metrics
 from sglang_batch.server import runner as runner_module
 from sglang_batch.server.access.usage import add_usage
 from sglang_batch.server.metrics import BatchMetrics, pause_kind, published
 from sglang_batch.server.service import BatchService
+from sglang_batch.server.webhooks import Webhooks
 
 
 @pytest.fixture
@@ -144,6 +146,7 @@ def test_a_batch_that_came_and_went_between_two_samples_counts(
 def test_lines_sent_again_count(scraped: Scraped) -> None:
     class Runner:
         num_retries = 0
+        webhooks = Webhooks(scraped.service.store, OfflineBatchConfig(), lambda: True)
 
     scraped.service.runner = runner = cast(Any, Runner())
     for num_retries in (3, 5, 1, 2):  # it counts active batches only

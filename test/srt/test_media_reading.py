@@ -6,7 +6,6 @@ import asyncio
 import base64
 import io
 import os
-import socket
 import struct
 import threading
 import wave
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from named_hosts import named
 from PIL import Image
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.utils.common import ImageData, VideoData
@@ -287,21 +287,6 @@ def test_a_path_that_leads_out_of_its_folder_is_not_read(
     refused("FileNotFoundError", str(inside / "none"), str(inside))
     for place in (inside / "own", tmp_path / "other" / "a.png"):
         assert content(read(str(place), str(place.parent))) == contents["image"]
-
-
-def named(monkeypatch: pytest.MonkeyPatch, **hosts: list[str]) -> list[str]:
-    """Resolve these names, each time to the next of their addresses."""
-    real, asked = socket.getaddrinfo, []
-
-    def resolve(host: str, port: int, *args: Any, **kwargs: Any) -> Any:
-        key = host.partition(".")[0]
-        if key in hosts:
-            asked.append(host)
-            host = hosts[key].pop(0)
-        return real(host, port, *args, **kwargs)
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    return asked
 
 
 def test_a_host_at_a_private_address_is_not_read_unless_its_network_is_listed(

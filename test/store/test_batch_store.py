@@ -290,6 +290,7 @@ COLUMNS = {
         "merged_input_tokens merged_cached_tokens merged_output_tokens engine_s "
         "truncated"
     ),
+    "webhooks": "id endpoint type batch_id created_at attempts due_at",
     "uploads": (
         "seq id owner status purpose filename mime_type bytes created_at expires_at "
         "file_expires_after file_id completed_with"

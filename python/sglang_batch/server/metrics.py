@@ -8,6 +8,7 @@ values, never an id or a client's text.
 
 from __future__ import annotations
 
+import collections
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -71,6 +72,7 @@ _GAUGES = {
     "stored_bytes": (
         "Bytes of all files, of parts of uploads and of unfinished results.",
     ),
+    "webhooks_pending": ("Webhooks that are still to be delivered.",),
 }
 _COUNTERS = {
     "batches_ended": ("Batches that ended, by status.", "status"),
@@ -86,6 +88,10 @@ _COUNTERS = {
         "Tokens of answered lines by kind. Input includes cached tokens, and output "
         "includes reasoning tokens. The cache hit rate is cached divided by input.",
         "kind",
+    ),
+    "webhook_attempts": (
+        "Attempts to send a webhook, by outcome: delivered or failed.",
+        "outcome",
     ),
     # Of each key, by its name and never by the key.
     "key_batches": ("Batches created, by name of the key.", "key"),
@@ -125,6 +131,7 @@ class BatchMetrics:
         # By seq, the batches that were active in the last sample, as they were then.
         self._active: dict[int, Row] = {}
         self._num_retries = 0
+        self._webhooks = collections.Counter[str]()
         # SGLang sets PROMETHEUS_MULTIPROC_DIR before it starts its processes, and
         # prometheus_client reads it on import.
         from prometheus_client import REGISTRY, Counter, Gauge, Histogram
@@ -191,6 +198,8 @@ class BatchMetrics:
         gauges["queued_tokens"].set(sum(queued))
         gauges["eta_seconds"].set(max(map(self._eta_s, active), default=0))
         gauges["stored_bytes"].set(store.bytes_stored())
+        [pending] = store.rows("SELECT count(*) AS num FROM webhooks")
+        gauges["webhooks_pending"].set(pending["num"])
 
     def _eta_s(self, row: Row) -> float:
         """Seconds until a batch is done, or 0 if unknown."""
@@ -198,11 +207,15 @@ class BatchMetrics:
         return 0.0 if rate is None else rate.eta_s or 0.0
 
     def _count_retries(self) -> None:
-        """Count the retries of this process, which are not in the store."""
+        """Count the retries and webhooks of this process, which are not in the store."""
         runner = self._service.runner
         num_retries = 0 if runner is None else runner.num_retries
         self._add("line_retries", num_retries - self._num_retries)
         self._num_retries = num_retries
+        attempts = runner.webhooks.attempts.copy() if runner else self._webhooks
+        for outcome, number in (attempts - self._webhooks).items():
+            self._add("webhook_attempts", number, outcome)
+        self._webhooks = attempts
 
     def _count(self, before: Row, row: Row) -> None:
         """Add a batch's changes to the counters."""

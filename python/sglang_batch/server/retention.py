@@ -22,7 +22,8 @@ ORPHAN_S = 3600
 UPLOAD_KEPT_S = 86_400
 # Seconds for which the answers to calls with an idempotency key are kept.
 ANSWERS_KEPT_S = 86_400
-# Seconds for which a list continues after a deleted object, and its deletion can be repeated.
+# Seconds for which a list continues after a deleted object, its deletion can be repeated,
+# and a webhook waits for a server with its endpoint.
 DELETION_KEPT_S = 30 * 86_400
 
 
@@ -43,6 +44,7 @@ def collect(store: BatchStore, config: OfflineBatchConfig, now: int) -> dict[str
             store, "idempotent_answers", "created_at", now - ANSWERS_KEPT_S
         ),
         "deletions": _delete_old(store, "deleted", "deleted_at", now - DELETION_KEPT_S),
+        "webhooks": _delete_old(store, "webhooks", "created_at", now - DELETION_KEPT_S),
     }
     removed = {kind: count for kind, count in counts.items() if count}
     if removed:

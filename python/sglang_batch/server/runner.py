@@ -33,6 +33,7 @@ from .bills import Bills
 from .progress import ProgressLog, Rate
 from .result_saver import is_write_error
 from .retention import COLLECT_EVERY_S, collect
+from .webhooks import Webhooks
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class BatchRunner:
         self._collecting = Repeated(
             self._collect, COLLECT_EVERY_S, "Removing old files"
         )
+        self.webhooks = Webhooks(self.store, self.config, self._is_its_turn)
         self._urgent: set[str] = set()
         self._num_retries = 0
         self._drained_by = 0.0
@@ -119,6 +121,7 @@ class BatchRunner:
         self._loop = asyncio.get_running_loop()
         self._polling = asyncio.create_task(self._poll())
         self._collecting.start()
+        self.webhooks.start()
 
     def wake(self) -> None:
         """Have the runner look now, not at its next poll. Any thread may call it."""
@@ -137,6 +140,7 @@ class BatchRunner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.webhooks.stop()
         self._lock.release()
 
     @property
@@ -160,11 +164,15 @@ class BatchRunner:
         for run in self._runs.values():
             run.blame(num_lines, num_others)
 
+    def _is_its_turn(self) -> bool:
+        """Whether this process runs the batches, of those of its server."""
+        return self._lock.acquire(self.server_name) is None
+
     async def _poll(self) -> None:
         while True:
             self._woken.clear()
             try:
-                if self._lock.acquire(self.server_name) is None:
+                if self._is_its_turn():
                     await self._look_around()
             except Exception:
                 # A busy database, say. The batches that run must not suffer from it.
@@ -174,7 +182,7 @@ class BatchRunner:
                     await self._woken.wait()
 
     async def _collect(self) -> None:
-        if self._lock.acquire(self.server_name) is None:
+        if self._is_its_turn():
             await in_thread(collect, self.store, self.config, now())
 
     async def _look_around(self) -> None:

@@ -65,6 +65,8 @@ class BatchStore:
         self._db = open_database(directory, DIRECTORIES)
         self._lock = threading.RLock()
         self._paused: dict[str, str | None] = {}
+        # Called with a batch and its new status, in the transaction that changes it.
+        self.on_status: Callable[[str, str], None] | None = None
 
     def close(self) -> None:
         with self._lock:
@@ -155,12 +157,12 @@ class BatchStore:
         # The id comes from a client: it is a path only if it names a file of the store.
         if self.get_row("files", file_id, owner) is None:
             return False
-        deleted = self._forget("DELETE FROM files WHERE id = ?", (file_id,))
+        deleted = self.forget("DELETE FROM files WHERE id = ?", (file_id,))
         self.file_path(file_id).unlink(missing_ok=True)
         return deleted
 
-    def _forget(self, query: str, values: tuple[str, ...]) -> bool:
-        """Delete a row, even on a full disk. False if there was none."""
+    def forget(self, query: str, values: tuple[str, ...]) -> bool:
+        """Delete rows, even on a full disk. False if there were none."""
 
         def forget() -> bool:
             with self.atomic() as db:
@@ -255,7 +257,7 @@ class BatchStore:
         """Delete a batch if it is in one of these statuses, and these files with it."""
         marks = ", ".join("?" * len(statuses))
         query = f"DELETE FROM batches WHERE id = ? AND status IN ({marks})"
-        if not self._forget(query, (batch_id, *statuses)):
+        if not self.forget(query, (batch_id, *statuses)):
             return False
         for file_id in file_ids:
             self.delete_file(file_id)
@@ -320,7 +322,11 @@ class BatchStore:
     ) -> bool:
         """Move a batch to another status. False if it is in none of the first ones."""
         fields["status"] = status
-        return self.update("batches", batch_id, fields, from_statuses)
+        with self.atomic():
+            moved = self.update("batches", batch_id, fields, from_statuses)
+            if moved and self.on_status is not None:
+                self.on_status(batch_id, status)
+        return moved
 
     def update(
         self,

@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -129,17 +129,10 @@ def read_api_keys(path: str) -> FixedKeys:
     have several keys, so a key can be replaced without downtime. Raises
     ConfigError, whose message never contains a key, if a line is anything else.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"api_keys: cannot read {path!r}: {error}.") from None
     keys: FixedKeys = {}
     lines: dict[bytes, int] = {}
     roles: dict[str, Role] = {}
-    for number, line in enumerate(text.split("\n"), 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
-            continue
+    for number, words in lines_of_words("api_keys", path):
         where = f"{path}:{number}"
         name, key, role = _line_of_file(words, where)
         if key in keys:
@@ -156,6 +149,18 @@ def read_api_keys(path: str) -> FixedKeys:
             f"api_keys: {path} has no 'NAME KEY' line, so every call would be refused."
         )
     return keys
+
+
+def lines_of_words(setting: str, path: str) -> Iterator[tuple[int, list[str]]]:
+    """The lines of a setting's file, without comments. ConfigError: it cannot be read."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{setting}: cannot read {path!r}: {error}.") from None
+    for number, line in enumerate(text.split("\n"), 1):
+        words = line.split()
+        if words and not words[0].startswith("#"):
+            yield number, words
 
 
 def _line_of_file(words: list[str], where: str) -> tuple[str, bytes, Role]:

@@ -39,6 +39,7 @@ from ...store.files import next_epoch
 from ..access.keys import Caller, FixedKeys, given_keys
 from ..metrics import published
 from ..service import BatchService
+from ..webhooks import read_endpoints
 from .all_routes import install
 from .authorization import (
     METRICS,
@@ -90,6 +91,7 @@ def serve(options: FrontOptions) -> None:
         level=options.log_level.upper(), format="[%(asctime)s] %(message)s", force=True
     )
     keys = given_keys(options.config, options.api_key, options.admin_key)
+    read_endpoints(options.config)
     asyncio.run(_serve(options, keys))
 
 

@@ -9,27 +9,28 @@ from __future__ import annotations
 
 import asyncio
 import io
-import ipaddress
 import os
-import socket
 import stat
 import warnings
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin
 
 import httpcore
-import httpx
 import pybase64
 
 from ...batch_api.media_places import PORTS, Place, parse_place, parse_sources
+from ...batch_api.pinned_calls import (
+    Address,
+    PinnedBackend,
+    inner_address,
+    is_public,
+    pinned_call,
+)
 from ...planner.requests import END_OF_PLACEHOLDERS, FIRST_PLACEHOLDER
 from ..compat.server_types import TokenizerManager
-
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 # A decoded image has three bytes or more per pixel.
 MOST_PIXELS = 1 << 26
@@ -40,13 +41,7 @@ LINE = 4
 MOST_REDIRECTS = 5
 MOST_AT_A_TIME = 8
 _CHUNK = 1 << 20
-_HEADERS: dict[bytes | str, bytes | str] = {
-    "Accept": "*/*",
-    "Accept-Encoding": "identity",
-    "User-Agent": "sglang-batch",
-    "Connection": "close",
-}
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity"}
 
 
 def media_reader(manager: TokenizerManager) -> MediaReader:
@@ -173,18 +168,11 @@ class MediaReader:
 
     async def _answer(self, place: Place) -> bytes | str:
         """The content at a URL, or where it redirects to."""
-        host = f"[{place.host}]" if ":" in place.host else place.host
-        shown = host if place.port == PORTS[place.scheme] else f"{host}:{place.port}"
-        url = httpcore.URL(
-            scheme=place.scheme, host=place.host, port=place.port, target=place.target
+        backend = PinnedBackend(
+            lambda address: may_connect(place, address, self._allowed),
+            "its host is at a private address, which media_sources does not name",
         )
-        async with (
-            httpcore.AsyncConnectionPool(
-                ssl_context=_certificates() if place.scheme == "https" else None,
-                network_backend=_Pinned(place, self._allowed),
-            ) as pool,
-            pool.stream("GET", url, headers={"Host": shown, **_HEADERS}) as answer,
-        ):
+        async with pinned_call("GET", place, backend, _HEADERS) as answer:
             headers = {name.lower(): value for name, value in answer.headers}
             if answer.status in (301, 302, 303, 307, 308) and b"location" in headers:
                 return headers[b"location"].decode("latin-1")
@@ -231,72 +219,20 @@ class MediaReader:
             )
 
 
-class _Pinned(httpcore.AsyncNetworkBackend):
-    """Connects to a place at an address that was checked, and to nothing else."""
-
-    def __init__(self, place: Place, allowed: tuple[str, ...]) -> None:
-        self._place = place
-        self._allowed = allowed
-        self._backend = httpcore.AnyIOBackend()
-
-    async def connect_tcp(
-        self, host: str, port: int, *args: Any, **kwargs: Any
-    ) -> httpcore.AsyncNetworkStream:
-        found = await asyncio.to_thread(
-            socket.getaddrinfo, host, port, type=socket.SOCK_STREAM
-        )
-        addresses = [ipaddress.ip_address(str(each[4][0])) for each in found]
-        good = [a for a in addresses if may_connect(self._place, a, self._allowed)]
-        if not good:
-            raise ValueError(
-                "its host is at a private address, which media_sources does not name"
-            )
-        failure: Exception | None = None
-        for address in dict.fromkeys(good):
-            try:
-                return await self._backend.connect_tcp(
-                    str(address), port, *args, **kwargs
-                )
-            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
-                failure = error
-        raise failure or OSError()
-
-
 def may_connect(place: Place, address: Address, allowed: Sequence[str]) -> bool:
     """Whether a place that is allowed may be read at an address of its host.
 
     Addresses that are not global are for hosts that are written as this address, for
     ``localhost``, and for networks of ``media_sources``.
     """
-    inner = _inner(address)
+    inner = inner_address(address)
     if str(address) == place.host:
         return True
     if place.host == "localhost" and inner.is_loopback:
         return True
     if any(inner in network for network in parse_sources(tuple(allowed))[1]):
         return True
-    return inner.is_global and not (
-        inner.is_multicast
-        or inner.is_reserved
-        or (isinstance(inner, ipaddress.IPv6Address) and inner.is_site_local)
-    )
-
-
-def _inner(address: Address) -> Address:
-    """The IPv4 address that an IPv6 address leads to, or the address itself."""
-    if isinstance(address, ipaddress.IPv4Address):
-        return address
-    if address in _NAT64:
-        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-    teredo = address.teredo
-    return (
-        address.ipv4_mapped or address.sixtofour or (teredo[1] if teredo else address)
-    )
-
-
-@cache
-def _certificates() -> Any:
-    return httpx.create_ssl_context()
+    return is_public(address)
 
 
 def _content_of(url: str) -> bytes:

@@ -213,6 +213,7 @@ def _cut_prompts(values: dict[str, Any]) -> None:
 
 
 def _activate(values: dict[str, Any]) -> None:
+    from ...server.webhooks import read_endpoints
     from ..compat import private_api
     from .client_keys import check_client_keys
     from .main_process import enter_offline_main
@@ -235,6 +236,7 @@ def _activate(values: dict[str, Any]) -> None:
             "drop one."
         )
     check_client_keys(values, config)
+    read_endpoints(config)
     support.check_disaggregation(values, config)
     if config.scheduler == "offline":
         support.check_supported(values)

@@ -143,7 +143,9 @@ class OffloadingScheduler(scheduler_module.Scheduler):  # type: ignore[misc]
         taken = before - self.token_to_kv_pool_allocator.available_size()
         if len(batch.reqs) == 1 and taken > 0:  # else it evicted
             assert taken <= expected[0], (taken, expected)
-        self.offloaded = [p for p in self.offloaded if p.runs is not None]
+        self.offloaded = [
+            p for p in self.offloaded if p.req.rid in self.offloading.room
+        ]
         self.counts["resumed"] += len(batch.reqs)
         if running_batch.is_empty():
             return batch
@@ -179,7 +181,7 @@ class OffloadingScheduler(scheduler_module.Scheduler):  # type: ignore[misc]
             **self.counts,
             "pool_bytes": left.pool.num_bytes,
             "loads": left.pool.num_loads - self.loads,
-            "left": [left.num_offloaded, left.host_tokens, left.host_bytes],
+            "left": [left.host_tokens, left.host_bytes],
         }
         self.counts.clear()
         self.loads = left.pool.num_loads

@@ -84,7 +84,7 @@ class StressScheduler(offline.OfflineScheduler):
         self.open = self.jobs.registry.open
         self.jobs.registry.open = self.open_distorted
 
-    def open_distorted(self, job_id: str, plan: JobPlan, *names: Any) -> int:
+    def open_distorted(self, job_id: str, plan: JobPlan, *names: Any) -> None:
         """Open a job, estimated wrong or with a part of its plan if its name says so."""
         announced = plan
         name = self.names[job_id] = name_of(job_id)
@@ -97,9 +97,8 @@ class StressScheduler(offline.OfflineScheduler):
         if GROWS in name:
             growing = self.growing[job_id] = GrowingPlan(plan, self.number)
             plan = growing.some()
-        left = self.open(job_id, plan, *names)
+        self.open(job_id, plan, *names)
         self.jobs.registry._announced[job_id] = announced
-        return int(left)
 
     def grow(self, job: Any) -> None:
         """Every few steps, a job that grows gets a plan of other requests."""

@@ -42,7 +42,7 @@ def spread(path: Path, times: list[tuple[float, float]]) -> float:
         record(i + 1, compute_s=compute, memory_s=memory)
         for i, (compute, memory) in enumerate(times)
     ]
-    return summarize(read_steps(write(path, *records))).ratio_spread
+    return summarize(read_steps(write(path, *records)))["ratio_spread"]
 
 
 counts = st.integers(min_value=0, max_value=2**62)
@@ -219,15 +219,15 @@ def test_the_summary_adds_up(tmp_path: Path) -> None:
     first = first._replace(admission=Admission.NO_KV)
     second = record(2, kv_shared=500, offloaded=1, compute_s=0.5)
     found = summarize(read_steps(write(tmp_path / "steps.csv", first, second)))
-    assert found.num_steps == 2
-    assert found.prefill_tokens == 2 + 3 + 4
-    assert found.decode_tokens == 5 + 6 + 7
-    assert found.max_kv_tokens == 500
-    assert (found.cached_tokens, found.evicted_tokens) == (13, 14)
-    assert (found.offloaded, found.resumed, found.retracted) == (16, 16, 20)
-    assert (found.compute_s, found.memory_s) == (1.0, 0.25)
-    assert found.admissions == {"no_kv": 1, "joined": 1}
-    assert found.ratio_spread == 0  # only the first has both times
+    assert found["num_steps"] == 2
+    assert found["prefill_tokens"] == 2 + 3 + 4
+    assert found["decode_tokens"] == 5 + 6 + 7
+    assert found["max_kv_tokens"] == 500
+    assert (found["cached_tokens"], found["evicted_tokens"]) == (13, 14)
+    assert (found["offloaded"], found["resumed"], found["retracted"]) == (16, 16, 20)
+    assert (found["compute_s"], found["memory_s"]) == (1.0, 0.25)
+    assert found["admissions"] == {"no_kv": 1, "joined": 1}
+    assert found["ratio_spread"] == 0  # only the first has both times
 
 
 def test_the_ratio_spread_is_a_weighted_interquartile_range(tmp_path: Path) -> None:
@@ -249,5 +249,5 @@ def test_a_log_without_a_step_can_be_summed_up(tmp_path: Path) -> None:
     path = tmp_path / "steps.csv"
     path.write_text(HEADER)
     found = summarize(read_steps(path))
-    assert found.num_steps == found.max_kv_tokens == 0
-    assert math.isnan(found.ratio_spread)
+    assert found["num_steps"] == found["max_kv_tokens"] == 0
+    assert math.isnan(found["ratio_spread"])

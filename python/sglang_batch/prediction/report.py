@@ -63,7 +63,7 @@ class Measured:
     steps: Steps
 
     def figures(self) -> dict[str, Any]:
-        figures = asdict(summarize(self.steps))
+        figures = summarize(self.steps)
         # The name before offloading was called that. Kept for one release.
         return figures | {"parked": figures["offloaded"]}
 

@@ -14,7 +14,6 @@ from array import array
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -263,33 +262,13 @@ def _is_old(path: Path, header: str) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class StepSummary:
-    """Totals over many steps, of all sides.
+def summarize(steps: Steps) -> dict[str, Any]:
+    """Totals over the steps, of all sides, and the spread of their ratio of compute to memory
+    time.
 
-    max_kv_tokens: most KV that running requests held at once, with shared prefixes
-        counted once.
-    ratio_spread: see :func:`summarize`.
-    admissions: steps by the reason for which the next request in line did not join.
-    """
-
-    num_steps: int
-    prefill_tokens: int
-    decode_tokens: int
-    cached_tokens: int
-    evicted_tokens: int
-    offloaded: int
-    resumed: int
-    retracted: int
-    max_kv_tokens: int
-    compute_s: float
-    memory_s: float
-    ratio_spread: float
-    admissions: dict[str, int]
-
-
-def summarize(steps: Steps) -> StepSummary:
-    """Totals over the steps, and the spread of their ratio of compute to memory time.
+    ``max_kv_tokens`` is the most KV that running requests held at once, with shared prefixes
+    counted once, and ``admissions`` the steps by the reason for which the next request in line
+    did not join.
 
     ``ratio_spread`` is the interquartile range of ``log(compute_s / memory_s)`` over the
     steps that have both, each weighted by its ``compute_s + memory_s``. It is 0 if all
@@ -302,25 +281,25 @@ def summarize(steps: Steps) -> StepSummary:
         return int(sum(steps[name].sum() for name in names))
 
     running = [steps[f"kv_{name}"] for name in (*SIDES, "shared")]
-    return StepSummary(
-        num_steps=len(steps["step"]),
-        prefill_tokens=total(*(f"prefill_{side}" for side in SIDES)),
-        decode_tokens=total(*(f"decode_{side}" for side in SIDES)),
-        cached_tokens=total("cached_tokens"),
-        evicted_tokens=total("evicted_tokens"),
-        offloaded=total("offloaded"),
-        resumed=total("resumed"),
-        retracted=total("retracted"),
-        max_kv_tokens=int(np.sum(running, axis=0).max(initial=0)),
-        compute_s=float(steps["compute_s"].sum()),
-        memory_s=float(steps["memory_s"].sum()),
-        ratio_spread=_ratio_spread(steps["compute_s"], steps["memory_s"]),
-        admissions={
+    return {
+        "num_steps": len(steps["step"]),
+        "prefill_tokens": total(*(f"prefill_{side}" for side in SIDES)),
+        "decode_tokens": total(*(f"decode_{side}" for side in SIDES)),
+        "cached_tokens": total("cached_tokens"),
+        "evicted_tokens": total("evicted_tokens"),
+        "offloaded": total("offloaded"),
+        "resumed": total("resumed"),
+        "retracted": total("retracted"),
+        "max_kv_tokens": int(np.sum(running, axis=0).max(initial=0)),
+        "compute_s": float(steps["compute_s"].sum()),
+        "memory_s": float(steps["memory_s"].sum()),
+        "ratio_spread": _ratio_spread(steps["compute_s"], steps["memory_s"]),
+        "admissions": {
             reason.name.lower(): count
             for reason in Admission
             if (count := int(np.count_nonzero(steps["admission"] == reason)))
         },
-    )
+    }
 
 
 def _ratio_spread(compute: NDArray[np.float64], memory: NDArray[np.float64]) -> float:

@@ -41,10 +41,7 @@ class JobControl(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
 
 
 class JobControlOutput(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
-    """The answer of one DP rank: the number of the job's requests that it still has."""
-
-    job_id: str
-    num_requests: int = 0
+    """One DP rank has done so."""
 
 
 class JobJoined(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]

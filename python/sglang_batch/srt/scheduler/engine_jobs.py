@@ -160,8 +160,8 @@ class RequestRegistry:
 
     def open(
         self, job_id: str, plan: JobPlan, names: Sequence[str] = (), first: int = 0
-    ) -> int:
-        """Open a job, or give it a new plan, and return the number of its requests here.
+    ) -> None:
+        """Open a job, or give it a new plan.
 
         A plan of an open job may cover other requests than the last one. Usually these are
         more, because the job is planned while its prompts are still being read.
@@ -184,19 +184,13 @@ class RequestRegistry:
         else:
             if job is not None:
                 self._retire(job)
-            job = JobState(
-                job_id,
-                plan,
-                self._page_size,
-                self._engine.make_backlog,
-            )
+            job = JobState(job_id, plan, self._page_size, self._engine.make_backlog)
             self._jobs.add(job)
             self._common.opened(job)
             self._jobs.set_priority(job, 0)
         self._closed.discard(job_id)
         longest = plan.est_decode_steps.max(initial=1.0)
         self._kv_accounting.extend_forecast(int(longest) + 1)
-        return len(job)
 
     def announced(self, job_id: str) -> JobPlan:
         """The last plan that :meth:`open` was given for a job that is not closed."""
@@ -212,13 +206,10 @@ class RequestRegistry:
         running = [(request, _cached_len(request)) for request in extension.running]
         self._prefixes.extended(job, running)
 
-    def set_priority(self, job_id: str, priority: int) -> int:
-        """Change a job's priority. Returns the number of its requests here."""
+    def set_priority(self, job_id: str, priority: int) -> None:
         job = self._jobs.get(job_id)
-        if job is None:
-            return 0
-        self._jobs.set_priority(job, priority)
-        return len(job)
+        if job is not None:
+            self._jobs.set_priority(job, priority)
 
     def _retire(self, job: JobState) -> None:
         """Rename a stopped job that was started again before its last requests left."""
@@ -229,17 +220,13 @@ class RequestRegistry:
         self._closed.add(job.job_id)
         self._drop_if_done(job)
 
-    def close(self, job_id: str) -> int:
-        """No more requests of a job will arrive. Those that are here continue. Returns
-        their number."""
+    def close(self, job_id: str) -> None:
+        """No more requests of a job will arrive. Those that are here continue."""
         self._announced.pop(job_id, None)
         job = self._jobs.get(job_id)
-        if job is None:
-            return 0
-        self._closed.add(job_id)
-        left = len(job)
-        self._drop_if_done(job)
-        return left
+        if job is not None:
+            self._closed.add(job_id)
+            self._drop_if_done(job)
 
     def _drop_if_done(self, job: JobState) -> None:
         if job.job_id in self._closed and not len(job):

@@ -242,9 +242,9 @@ class OfflineScheduler(MarkedScheduler):
 
     def _control(self, message: JobControl) -> JobControlOutput:
         if message.action == CLOSE:
-            left = self.jobs.registry.close(message.job_id)
+            self.jobs.registry.close(message.job_id)
         elif message.action == PRIORITY:
-            left = self.jobs.registry.set_priority(message.job_id, message.priority)
+            self.jobs.registry.set_priority(message.job_id, message.priority)
         else:
             plans = message.plans
             data = plans[min(_replica(), len(plans) - 1)]
@@ -252,13 +252,11 @@ class OfflineScheduler(MarkedScheduler):
                 plan = self.jobs.registry.announced(message.job_id).changed(data)
             else:
                 plan = JobPlan.from_bytes(data)
-            left = self.jobs.registry.open(
-                message.job_id, plan, message.names, message.first
-            )
+            self.jobs.registry.open(message.job_id, plan, message.names, message.first)
             job = self.jobs.open.get(message.job_id)
             if job is not None and job.joined is None and message.reports:
                 job.joined = Joined(message.http_worker_ipc, [])
-        return JobControlOutput(job_id=message.job_id, num_requests=left)
+        return JobControlOutput()
 
     def _reqs(self) -> Iterable[Req]:
         return self.jobs.registry.reqs

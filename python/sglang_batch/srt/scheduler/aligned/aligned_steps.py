@@ -150,4 +150,4 @@ class AlignedSteps(SchedulerPart, StepHook):
 
 
 def _host_kv(kv: OffloadedRequest) -> HostKv:
-    return HostKv(kv.req.rid, kv.num_tokens, kv.runs or ())
+    return HostKv(kv.req.rid, kv.num_tokens, kv.runs)

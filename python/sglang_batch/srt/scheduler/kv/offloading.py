@@ -145,8 +145,8 @@ class OffloadedRequest:
     # Tokens of KV on the host, which belong to positions
     # [shared_len, shared_len + num_tokens).
     num_tokens: int
-    # The pages that they have there. None once the request has left.
-    runs: list[Run] | None
+    # The pages that they have there.
+    runs: list[Run]
 
     @property
     def end(self) -> int:
@@ -216,7 +216,6 @@ class KvOffloader:
         self.pool = HostPool(buffers, num_pages, self._page_size)
         self.near: Any = None
         self.num_prefetched = 0
-        self.num_offloaded = 0
         self.host_tokens = 0
         self.most_bytes = 0
         logger.info(
@@ -258,7 +257,7 @@ class KvOffloader:
         self.save(req.rid, slots, runs)
         self._release(req)
         offloaded = OffloadedRequest(req, shared_len, end - shared_len, runs)
-        self._count(offloaded, 1)
+        self.host_tokens += offloaded.num_tokens
         self.most_bytes = max(self.most_bytes, self.host_bytes)
         return offloaded
 
@@ -277,9 +276,8 @@ class KvOffloader:
     def received(self, req: Req, num_tokens: int, runs: list[Run]) -> OffloadedRequest:
         """A request whose first ``num_tokens`` tokens of KV have come to the pages of its
         name."""
-        received = OffloadedRequest(req, 0, num_tokens, runs)
-        self._count(received, 1)
-        return received
+        self.host_tokens += num_tokens
+        return OffloadedRequest(req, 0, num_tokens, runs)
 
     def discard(self, req: Req) -> None:
         """Free the row and the KV of a request that could be offloaded. It is then as after
@@ -363,9 +361,8 @@ class KvOffloader:
 
     def drop(self, offloaded: OffloadedRequest) -> None:
         """Free the host memory of a request that will not resume."""
-        offloaded.runs = None
         self.forget(offloaded.req.rid)
-        self._count(offloaded, -1)
+        self.host_tokens -= offloaded.num_tokens
 
     def forget(self, name: str) -> None:
         """Give pages back, and those of the buffer with the same KV."""
@@ -373,15 +370,10 @@ class KvOffloader:
             self.near.drop(name)
         self.room.give_back(name)
 
-    def _count(self, offloaded: OffloadedRequest, sign: int) -> None:
-        self.num_offloaded += sign
-        self.host_tokens += sign * offloaded.num_tokens
-
     def _whole_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size) * self._page_size
 
     def _give_kv(self, offloaded: OffloadedRequest, reserve: int) -> bool:
-        assert offloaded.runs is not None, "it is on the host"
         match: MatchResult = self._tree.match_prefix(
             MatchPrefixParams(key=_key(offloaded))
         )

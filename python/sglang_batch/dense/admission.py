@@ -187,7 +187,6 @@ class _Level:
         self.running.add(number)
 
     def propose(self, law: BatchLaw, batch: Iterable[Row]) -> Row | None:
-        """The row that is to join next, or None."""
         slot = batch_state.propose(self.batches, law, self._now(batch))
         return None if slot == NONE else self.waiting[self._numbers[slot]]
 

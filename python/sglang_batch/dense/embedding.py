@@ -295,7 +295,6 @@ class EmbeddingLoop:
 
     @property
     def can_step(self) -> bool:
-        """Whether a request waits."""
         return bool(self._waiting)
 
     def running(self) -> list[str]:
@@ -313,7 +312,6 @@ class EmbeddingLoop:
             self._on_answer(request, found)
 
     def abort(self, rid: str) -> None:
-        """End a request. An unknown one is ignored."""
         if (request := self._waiting.pop(rid, None)) is not None:
             self._on_answer(request, _failed("The request was aborted."))
 

@@ -155,7 +155,6 @@ class ModelOptions:
         return self._loaded(kind, config=config, dtype=dtype, **others)
 
     def placed(self, model: PreTrainedModel) -> PreTrainedModel:
-        """The model on its device."""
         return model.to(self._device)
 
     @property

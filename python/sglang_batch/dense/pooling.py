@@ -28,7 +28,6 @@ class UnitLength(torch.nn.Module):  # type: ignore[misc]
     """Makes vectors, ``[rows, dims]``, of length 1."""
 
     def forward(self, vectors: torch.Tensor) -> torch.Tensor:
-        """The vectors, of the same shape and dtype."""
         return normalize(vectors, dim=-1)
 
 
@@ -238,16 +237,12 @@ def _check_transformer(files: CheckpointFiles) -> None:
         logger.warning("%s wants texts in lower case: write them so.", files.path)
 
 
-def modes_of(config: dict[str, Any]) -> list[str]:
-    """The modes in a configuration of pooling, known to us or not."""
+def _modes(files: CheckpointFiles, config: Any) -> tuple[str, ...]:
+    config = config if isinstance(config, dict) else {}
     modes = config.get("pooling_mode")
     if modes is None:
         modes = [mode for mode, flag in _FLAGS.items() if config.get(flag)]
-    return [modes] if isinstance(modes, str) else list(modes)
-
-
-def _modes(files: CheckpointFiles, config: Any) -> tuple[str, ...]:
-    modes = modes_of(config if isinstance(config, dict) else {})
+    modes = [modes] if isinstance(modes, str) else list(modes)
     if unknown := [mode for mode in modes if mode not in MODES]:
         raise ConfigError(
             f"{files.path} declares the pooling {unknown[0]!r}; known are "

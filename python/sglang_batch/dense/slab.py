@@ -77,7 +77,6 @@ class Slab:
 
     @property
     def allocated_cells(self) -> int:
-        """Rows times columns of the tensors."""
         if not self.layers:
             return 0
         shape = self.layers[0][0].shape

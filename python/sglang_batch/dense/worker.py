@@ -59,7 +59,6 @@ class DenseWorker:
         self.call(lambda: self._add(request))
 
     def abort(self, rid: str) -> None:
-        """End a request. An unknown one is ignored."""
         self.call(lambda: self._abort(rid))
 
     def revise(self, revised: Callable[[DenseRequest], DenseRequest]) -> None:

@@ -159,7 +159,6 @@ class LengthBacklog(Backlog):
             self._running[request] = None
 
     def left(self, request: ScheduledRequest) -> None:
-        """A request has ended, or gave its KV up."""
         if request in self._running:
             del self._running[request]
             batch_state.leave(self._batches, self._slot[request])

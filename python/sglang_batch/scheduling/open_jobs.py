@@ -102,27 +102,22 @@ class OpenJobs:
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens of the waiting requests."""
         return sum(job.waiting_tokens for job in self.each)
 
     @property
     def locked_tokens(self) -> int:
-        """Tokens of shared prefixes that running requests use."""
         return sum(job.uses.locked_tokens for job in self.each)
 
     @property
     def num_locked(self) -> int:
-        """Shared prefixes that running requests use."""
         return sum(job.uses.num_locked for job in self.each)
 
     @property
     def num_idle(self) -> int:
-        """Prefixes that are pinned for later requests only."""
         return sum(job.uses.num_idle for job in self.each)
 
     @property
     def idle_tokens(self) -> int:
-        """Tokens of shared prefixes that are pinned for later requests only."""
         return sum(job.uses.idle_tokens for job in self.each)
 
 

@@ -90,7 +90,6 @@ class PrefixUses:
         return nodes
 
     def leaves(self, node: int) -> range:
-        """The leaves below a node."""
         return range(int(self.begin[node]), int(self.end[node]))
 
     def blocked_by(self, node: int) -> int:

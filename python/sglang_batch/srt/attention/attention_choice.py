@@ -188,7 +188,6 @@ def check_attention_ranks(model_runner: ModelRunner) -> None:
 
 
 def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
-    """The model's attention layers."""
     return [each for each in model.modules() if isinstance(each, RadixAttention)]
 
 

@@ -26,6 +26,7 @@ from ...request import BatchRequestInput, RequestOutput
 from ...scheduling.job_plan import JobPlan
 from ..compat.server_types import EngineAnswer, EngineRequest, JsonObject
 from ..engine.request_ids import has_our_id, is_of_a_job, new_list_id
+from ..engine.serving_call import PassingManager
 from ..engine.sglang_engine import SGLangEngine
 from . import call_items
 from .call_items import CallItem, Message, engine_of
@@ -82,17 +83,6 @@ def _is_planned(obj: Any, samples: int) -> bool:
         and not obj.contains_mm_input()
         and not get_bool_env_var(_COLOCATED)
     )
-
-
-class PassingManager:
-    """A tokenizer manager for SGLang's code that answers a call. Everything is passed on to the
-    real one, but what a subclass has of its own."""
-
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._manager, name)
 
 
 class PlannedPrompts(PassingManager):
@@ -156,7 +146,6 @@ class PlannedPrompts(PassingManager):
 
 
 async def _run(manager: Any, items: Sequence[CallItem]) -> None:
-    """Run the items as a job."""
     unsent = call_items.unsent_messages(manager)
     # The ids that the request got, unless its client or SGLang chose them.
     job_id, _, _ = ids.parse_request_id(items[0].message.rid)

@@ -122,7 +122,6 @@ def add_options(
 
 
 def sglang_flags() -> list[str]:
-    """All flags of SGLang's options."""
     return [flag for option in _recorded()["options"] for flag in option["flags"]]
 
 

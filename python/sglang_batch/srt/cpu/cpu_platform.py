@@ -18,8 +18,6 @@ class TorchNativeCpuPlatform(CpuDeviceMixin, interface.SRTPlatform):  # type: ig
     """
 
     _enum = interface.PlatformEnum.OOT
-    device_name = "cpu"
-    device_type = "cpu"
     capabilities = interface.PlatformCapabilities()
 
     def get_default_attention_backend(self) -> str:
@@ -42,9 +40,6 @@ class TorchNativeCpuPlatform(CpuDeviceMixin, interface.SRTPlatform):  # type: ig
     def get_device(self, device_id: int = 0) -> str:
         # SGLang uses this as ``--device``, which is a string.
         return "cpu"
-
-    def is_pin_memory_available(self, device: object = None) -> bool:
-        return False
 
     def get_torch_profiler_activity_str(self) -> str:
         return "CPU"

@@ -14,12 +14,7 @@ from typing import Any
 import transformers
 from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.parser.template_manager import TemplateManager
-from sglang.srt.runtime_context import (
-    get_serving,
-    publish,
-    restore_context,
-    snapshot_context,
-)
+from sglang.srt.runtime_context import publish, restore_context, snapshot_context
 from sglang.srt.utils import configure_logger
 from sglang.srt.utils.hf_transformers_utils import get_config
 
@@ -37,6 +32,7 @@ from ...request import RequestOutput, parse_request_id
 from ...scheduling.job_plan import JobPlan, LeafNumbers
 from ...scheduling.running_tree import TreeNow
 from ..compat.server_types import OfflineArgs
+from ..engine.in_process import read_templates
 from ..engine.machine import NO_OVERLAP, device
 from ..engine.sglang_engine import (
     MIN_INFLIGHT,
@@ -175,7 +171,6 @@ class DenseEngine(SGLangEngine):
         return output
 
     def stop(self) -> None:
-        """End the worker's thread."""
         self._worker.stop()
 
     def end_early(self, rid: str) -> None:
@@ -314,12 +309,7 @@ def loaded_engine(
             publish(server_args, role="tokenizer")
             templates = TemplateManager()
             found = DenseEngine(server_args, loaded, settings, templates)
-            templates.initialize_templates(
-                found.manager,
-                model_path=model.path,
-                chat_template=get_serving().chat_template,
-                completion_template=get_serving().completion_template,
-            )
+            read_templates(templates, found.manager, model.path)
         except ConfigError:  # of the model itself
             raise
         except (OSError, ValueError, RuntimeError) as error:

@@ -27,7 +27,6 @@ router = APIRouter(include_in_schema=False)
 
 
 def add_routes(app: FastAPI) -> None:
-    """Add the routes to the app of a prefill server."""
     app.include_router(router)
     app.state.decode_servers = DecodeServers()
 

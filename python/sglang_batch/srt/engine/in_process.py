@@ -231,6 +231,17 @@ class _RenderingManager(TokenizerManager):  # type: ignore[misc]
         self.init_tokenizer_and_processor()
 
 
+def read_templates(templates: TemplateManager, manager: Any, model_path: str) -> None:
+    """Read the templates of the published arguments, or those of the model."""
+    serving = context.get_serving()
+    templates.initialize_templates(
+        manager,
+        model_path=model_path,
+        chat_template=serving.chat_template,
+        completion_template=serving.completion_template,
+    )
+
+
 @contextmanager
 def renderer(server_args: OfflineArgs) -> Iterator[Renderer]:
     """A renderer for the model named in ``server_args``.
@@ -244,13 +255,7 @@ def renderer(server_args: OfflineArgs) -> Iterator[Renderer]:
             context.publish(server_args, role="tokenizer")
             manager = _RenderingManager(server_args)
             templates = TemplateManager()
-            serving = context.get_serving()
-            templates.initialize_templates(
-                manager,
-                model_path=context.get_model().model_path,
-                chat_template=serving.chat_template,
-                completion_template=serving.completion_template,
-            )
+            read_templates(templates, manager, context.get_model().model_path)
             made = Renderer(manager, templates)
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(

@@ -18,7 +18,7 @@ from sglang.srt.managers.tokenizer_manager_score_mixin import (
 )
 
 from ...batch_api.stop_rules import StopRules
-from ..compat.server_types import EngineAnswer, EngineRequest, TokenizerManager
+from ..compat.server_types import EngineAnswer, EngineRequest
 from .checks.stop_rule_checks import add_rules
 from .endpoints import ServingCoroutine
 from .media import media_reader
@@ -42,18 +42,22 @@ class Submission:
         yield self
 
 
-class HoldingManager(TokenizerManagerScoreMixin):  # type: ignore[misc]
-    """A tokenizer manager for serving classes that holds their requests, and passes all else
-    on to the real one.
+class PassingManager:
+    """A tokenizer manager for SGLang's code that answers a call. Everything is passed on to the
+    real one, but what a subclass has of its own."""
 
-    The mixin implements scoring, which passes requests to its own ``generate_request``.
-    """
-
-    def __init__(self, manager: TokenizerManager) -> None:
+    def __init__(self, manager: Any) -> None:
         self._manager = manager
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
+
+
+class HoldingManager(PassingManager, TokenizerManagerScoreMixin):  # type: ignore[misc]
+    """Holds the requests of serving classes.
+
+    The mixin implements scoring, which passes requests to its own ``generate_request``.
+    """
 
     async def generate_request(
         self, obj: EngineRequest, request: None = None

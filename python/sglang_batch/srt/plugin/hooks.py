@@ -18,7 +18,7 @@ from . import scheduler_process
 
 def register() -> None:
     """Entry point ``sglang.srt.plugins``, called once in every SGLang process."""
-    if scheduler_process.offline_scheduler():
+    if scheduler_process.offline_scheduler:
         # Ctrl-C at a terminal reaches all processes. The main process ends the others,
         # once it has stopped their work.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -7,20 +7,15 @@ import sys
 from ..compat import offline_hooks as hooks
 
 # The setting ``scheduler`` in a child process of an offline server, otherwise None.
-_offline_scheduler: str | None = None
+offline_scheduler: str | None = None
 # SGLang's ``--disaggregation-mode`` there.
 _mode = "null"
 
 
-def offline_scheduler() -> str | None:
-    """The scheduler of the offline server that started this process, if one did."""
-    return _offline_scheduler
-
-
 def enter_offline_child(scheduler: str, mode: str) -> None:
     """Mark this process as a child of an offline server with this scheduler and mode."""
-    global _offline_scheduler, _mode
-    _offline_scheduler, _mode = scheduler, mode
+    global offline_scheduler, _mode
+    offline_scheduler, _mode = scheduler, mode
 
 
 def hook_scheduler() -> None:
@@ -51,12 +46,12 @@ def hook_scheduler() -> None:
     planned_cache.register()
     register_attention_backend(support.ATTENTION_BACKEND)(attention_choice.make_backend)
     backend.register()
-    if (_offline_scheduler, _mode) == ("offline", "decode"):
+    if (offline_scheduler, _mode) == ("offline", "decode"):
         from ..disaggregation.reception import HostPreallocQueue, HostTransferQueue
 
         register(hooks.PREALLOC_QUEUE_HOOK, HostPreallocQueue, HookType.REPLACE)
         register(hooks.TRANSFER_QUEUE_HOOK, HostTransferQueue, HookType.REPLACE)
-    if _offline_scheduler == "offline":
+    if offline_scheduler == "offline":
         from ..scheduler.kv import token_counts
 
         register(hooks.PENALTY_HOOK, token_counts.count_by_place, around)
@@ -92,7 +87,7 @@ def _scheduler_class() -> type:
     from ..scheduler.marked_scheduler import MarkedScheduler
     from ..scheduler.scheduler import OfflineScheduler
 
-    planned = _offline_scheduler == "offline"
+    planned = offline_scheduler == "offline"
     if _mode == "null":
         return OfflineScheduler if planned else MarkedScheduler
     from ..disaggregation.apart_schedulers import PrefillScheduler, StockApartScheduler

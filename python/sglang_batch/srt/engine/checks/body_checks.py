@@ -47,7 +47,6 @@ _TYPES = frozenset({"str", "int", "float", "bool", "list", "dict", "none"})
 
 
 def request_classes() -> dict[str, type[BaseModel]]:
-    """SGLang's request class for each endpoint."""
     from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from sglang.srt.entrypoints.openai import protocol
 

@@ -40,7 +40,7 @@ def test_both_ends_like_a_sorted_list(seed: int) -> None:
         last = [each for each in ordered if each.position == ordered[-1].position]
         right = last and last[0].position >= num_left
         assert backlog.last() is (last[0] if right else None)
-        assert len(backlog) == len(waiting)
+        assert backlog.count == len(waiting)
         assert backlog.tokens == sum(each.input_len for each in waiting)
         assert set(backlog) == set(waiting)
 

@@ -50,9 +50,6 @@ class Backlog:
         """An empty backlog in the order of a plan."""
         return cls(plan.num_left, both_ends=plan.density is not None)
 
-    def __len__(self) -> int:
-        return self.count
-
     def __iter__(self) -> Iterator[ScheduledRequest]:
         """Requests in the order in which they were added."""
         return iter(list(self._requests.values()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,13 +24,11 @@ from ...dense.model import LoadedModel, ModelOptions, load_model
 from ...dense.row_request import DenseRequest, DenseSettings
 from ...dense.worker import worker_of
 from ...errors import ConfigError, EngineError, ExitStatus
-from ...job.engine import KvUse
 from ...planner.costs.cost_model import CostModel
 from ...planner.costs.model_spec import ModelSpec
 from ...planner.machine_model import EngineLimits, Machine, min_step_tokens
 from ...request import RequestOutput, parse_request_id
 from ...scheduling.job_plan import JobPlan, LeafNumbers
-from ...scheduling.running_tree import TreeNow
 from ..compat.server_types import OfflineArgs
 from ..engine.in_process import read_templates
 from ..engine.machine import NO_OVERLAP, device
@@ -176,12 +174,6 @@ class DenseEngine(SGLangEngine):
     def end_early(self, rid: str) -> None:
         """Every sample runs to its end: the worker gives no part of a row's answer."""
 
-    async def kv_use(self) -> KvUse | None:
-        return None
-
-    async def running_tree(self, limit: int) -> list[TreeNow] | None:
-        return None
-
     async def running_s(self) -> dict[str, float]:
         return longest_of_lines([self._worker.running()])
 
@@ -195,9 +187,6 @@ class DenseEngine(SGLangEngine):
         self._plans.open(job_id, plans[0])
         # Requests that wait, too, profit from better estimates.
         self._worker.revise(partial(self._plans.revised, job_id))
-
-    def watch_job(self, job_id: str, on_joined: Callable[[list[int]], None]) -> bool:
-        return False
 
     async def set_priority(self, job_id: str, priority: int) -> None:
         """Set the priority of a job's requests, open ones and those sent from now on."""

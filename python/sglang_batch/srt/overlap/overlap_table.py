@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...errors import ConfigError
 from ...planner.costs.cost_model import MIN_SPLIT_GAIN, overlapped
 
 # How far beyond the measured shapes the table is believed, as a factor.
@@ -44,9 +43,6 @@ class TrialCell:
     fused_s: seconds of the step as one forward.
     split_s: seconds as two forwards at the same time.
     prompts_s, decodes_s: seconds of each of the two forwards alone.
-
-    Raises:
-        ConfigError: a time is not a positive number.
     """
 
     prompt_tokens: int
@@ -57,12 +53,6 @@ class TrialCell:
     split_s: float
     prompts_s: float
     decodes_s: float
-
-    def __post_init__(self) -> None:
-        for name in ("fused_s", "split_s", "prompts_s", "decodes_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name}={value!r} must be above 0 seconds.")
 
     @property
     def gain(self) -> float:

@@ -22,9 +22,9 @@ from ...scheduling.kv_accounting import (
 )
 from ...scheduling.open_jobs import CommonPrefixes, OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
-from ..compat.scheduler_types import Req, Scheduler
+from ..compat.scheduler_types import Req, ScheduleBatch, Scheduler
 from .kv.host_prefixes import HostPrefixes, Prompt
-from .kv.offloading import KvOffloader
+from .kv.offloading import KvOffloader, drain_results
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .mixed_batch import num_rows
 from .shared_prefixes import SharedPrefixes
@@ -130,6 +130,18 @@ class SchedulerPart:
         self._recorder = jobs.recorder
         self._step_tokens = jobs.step_tokens
         self._page_size = jobs.page_size
+
+    def _free_rows(self, running_batch: ScheduleBatch) -> int:
+        """Rows of the running batch that nobody has."""
+        return self._scheduler.get_num_allocatable_reqs(
+            len(running_batch.reqs), running_batch=running_batch
+        )
+
+    def _drain(self, running_batch: ScheduleBatch) -> None:
+        """Know all results, and forget the requests that have ended."""
+        drain_results(self._scheduler)
+        running_batch.filter_batch()
+        running_batch.batch_is_full = False
 
 
 class RequestRegistry:

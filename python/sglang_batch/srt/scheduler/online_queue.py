@@ -8,7 +8,6 @@ from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import Req, ScheduleBatch, Scheduler
 from .engine_jobs import EngineJobs, SchedulerPart
 from .kv.kv_manager import KvManager
-from .kv.offloading import drain_results
 from .mixed_batch import num_rows
 
 # Decode steps of an online request for which requests of jobs make room.
@@ -140,11 +139,6 @@ class OnlineQueue(SchedulerPart):
                 self._requeue_chunk(running_batch)
                 break
 
-    def _free_rows(self, running_batch: ScheduleBatch) -> int:
-        return self._scheduler.get_num_allocatable_reqs(
-            len(running_batch.reqs), running_batch=running_batch
-        )
-
     def _first_step_tokens(self, request: ScheduledRequest) -> int:
         """KV for a request's prompt and for the decodes of the same step, in tokens."""
         prompt = request.input_len + request.steps
@@ -157,9 +151,7 @@ class OnlineQueue(SchedulerPart):
 
     def _drain(self, running_batch: ScheduleBatch) -> None:
         if not self._drained:
-            drain_results(self._scheduler)
-            running_batch.filter_batch()
-            running_batch.batch_is_full = False
+            super()._drain(running_batch)
             self._drained = True
 
     def _most_tokens(self, running_batch: ScheduleBatch) -> int:

@@ -234,9 +234,7 @@ class PlanScheduler(SchedulerPart):
             ):
                 self._recorder.admission = Admission.AWAITS_ADAPTER
             return True
-        rows = scheduler.get_num_allocatable_reqs(
-            len(running_batch.reqs), running_batch=running_batch
-        )
+        rows = self._free_rows(running_batch)
         running_batch.batch_is_full = rows <= 0
         if rows <= 0:
             self._recorder.admission = Admission.NO_ROW
@@ -344,15 +342,12 @@ class PlanScheduler(SchedulerPart):
             # The prompt of an online request continues at full rate.
             taken += min(left, self._step_tokens - taken - (rows if mixed else 0))
             left = 0
-        free_rows = scheduler.get_num_allocatable_reqs(
-            len(running_batch.reqs), running_batch=running_batch
-        )
         return EngineNow(
             step_tokens=max(0, self._step_tokens - taken),
             decode_rows=rows,
             chunk=known[1] if known is not None and left else None,
             chunk_left=left,
-            rows=free_rows - sum(map(num_rows, online)),
+            rows=self._free_rows(running_batch) - sum(map(num_rows, online)),
             room=self._cache.free_or_evictable() - taken,
             page_size=self._page_size,
             window_room=self._pinned.window_room - taken,

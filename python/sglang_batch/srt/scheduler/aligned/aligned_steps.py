@@ -16,7 +16,7 @@ from ...compat.scheduler_types import ScheduleBatch
 from ..engine_jobs import SchedulerPart
 from ..kv.host_pool import HostKv
 from ..kv.kv_manager import OnHost
-from ..kv.offloading import OffloadedRequest, drain_results
+from ..kv.offloading import OffloadedRequest
 from ..step_hook import StepHook
 from .prefetch import KvPrefetch, make_prefetch
 
@@ -96,8 +96,7 @@ class AlignedSteps(SchedulerPart, StepHook):
         Returns:
             The requests that have to continue.
         """
-        drain_results(self._scheduler)
-        running_batch.filter_batch()
+        self._drain(running_batch)
         rows = {req.rid for req in running_batch.reqs}
         out, stay = [], []
         for request in requests:

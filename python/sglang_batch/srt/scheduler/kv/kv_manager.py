@@ -14,7 +14,7 @@ from ...compat.scheduler_types import Req, ScheduleBatch, Scheduler
 from ..engine_jobs import EngineJobs, SchedulerPart
 from ..step_recorder import HostUse
 from .host_pool import recompute_time_s
-from .offloading import KvOffloader, OffloadedRequest, can_offload, drain_results
+from .offloading import KvOffloader, OffloadedRequest, can_offload
 
 # Decode steps for which offloading frees KV at a time.
 _STEPS_FREED = 8
@@ -164,9 +164,7 @@ class KvManager(SchedulerPart):
             return
         if running_batch.is_empty() or running_batch.check_decode_mem():
             return
-        drain_results(self._scheduler)
-        running_batch.filter_batch()
-        running_batch.batch_is_full = False
+        self._drain(running_batch)
         if running_batch.is_empty() or running_batch.check_decode_mem():
             return
         self._kv_accounting.widen_margin()
@@ -339,10 +337,7 @@ class KvManager(SchedulerPart):
         self, running_batch: ScheduleBatch, one: OnHost, need: int
     ) -> ScheduleBatch | None:
         job, request = one.job, one.request
-        rows = len(running_batch.reqs)
-        if not self._scheduler.get_num_allocatable_reqs(
-            rows, running_batch=running_batch
-        ):
+        if not self._free_rows(running_batch):
             return None
         locked = self._jobs.locked_tokens + job.uses.newly_locked(request.node)
         num_prefixes = self._jobs.num_locked + job.uses.num_newly_locked(request.node)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from scheduling_jobs import arrive_all, job_of, plan_of, random_prompts
+from scheduling_jobs import arrive_all, job_of, plan_of, random_prompts, waiting_of
 
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.kv_accounting import KvAccounting
@@ -45,7 +45,7 @@ class ToyEngine:
         self.chunk_left = 0
         self.starting: list[ScheduledRequest] = []
         self.length = {}
-        for request in job.waiting():
+        for request in waiting_of(job):
             self.length[request.req.rid] = random.randint(
                 0, min(request.max_decode_steps, 30)
             )

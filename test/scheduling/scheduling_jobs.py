@@ -129,3 +129,8 @@ def request_of(
     return ScheduledRequest(
         req, leaf, 0, position, own, own, max_decode_steps, est_decode_steps, side
     )
+
+
+def waiting_of(job: JobState) -> list[ScheduledRequest]:
+    """All requests of a job that wait, in its backlog or aside."""
+    return [*job.backlog, *job.outside_backlog()]

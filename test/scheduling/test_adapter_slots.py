@@ -6,7 +6,7 @@ from collections.abc import Collection
 from random import Random
 
 import pytest
-from scheduling_jobs import MACHINE, Req
+from scheduling_jobs import MACHINE, Req, waiting_of
 
 from sglang_batch.planner.requests import ONLINE
 from sglang_batch.scheduling.adapter_slots import AdapterSlots
@@ -191,8 +191,8 @@ def test_requests_that_wait_for_an_adapter_can_be_taken() -> None:
     job = engine.open("job", ["a", "b", "b"])
     engine.step()
     assert job.num_waiting == job.num_without_adapter == 2
-    assert job.waiting_tokens == 20 and len(list(job.waiting())) == 2
-    for request in list(job.waiting()):
+    assert job.waiting_tokens == 20 and len(waiting_of(job)) == 2
+    for request in waiting_of(job):
         job.take(request)
         engine.job_of.pop(request).forget(request)
     assert job.num_waiting == 0 and job.adapters == {"a": 1}

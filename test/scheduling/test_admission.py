@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from scheduling_engine import ToyEngine, random_job, trace_of
-from scheduling_jobs import arrive_all, job_of, plan_of, request_of
+from scheduling_jobs import arrive_all, job_of, plan_of, request_of, waiting_of
 
 from sglang_batch.planner.requests import LEFT, RIGHT
 from sglang_batch.scheduling import prefix_uses
@@ -43,7 +43,7 @@ def check_limits(engine: ToyEngine, now: EngineNow, idle: int, choice: Choice) -
 def check_order(engine: ToyEngine, choice: Choice) -> None:
     """Nobody was passed over who could have gone."""
     job = engine.job
-    for request in job.waiting():
+    for request in waiting_of(job):
         if not request.waiting:
             assert job.uses.blocked_by(request.node)
     left = [request.position for request in choice.requests if request.side == LEFT]
@@ -119,7 +119,7 @@ def test_runs_to_the_end(
 def state(job: JobState, kv_accounting: KvAccounting) -> dict[str, Any]:
     """Everything that a choice changes, except for the followers that wait."""
     waiting = sorted(
-        job.waiting(), key=lambda request: (request.position, request.arrival)
+        waiting_of(job), key=lambda request: (request.position, request.arrival)
     )
     forecast, uses = kv_accounting._forecast, job.uses
     return {
@@ -171,7 +171,7 @@ def test_putting_back_restores_everything(seed: int, dual: bool) -> None:
             for request in choice.requests:
                 put_back(job, engine.kv_accounting, request)
             assert state(job, engine.kv_accounting) == before
-        for request in job.waiting():
+        for request in waiting_of(job):
             assert request.waiting or job.uses.blocked_by(request.node)
         engine.step()
 

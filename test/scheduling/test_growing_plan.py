@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 import pytest
-from scheduling_jobs import Prompt, job_of, plan_of, random_prompts
+from scheduling_jobs import Prompt, job_of, plan_of, random_prompts, waiting_of
 
 from sglang_batch.scheduling.job_plan import JobPlan
 from sglang_batch.scheduling.job_state import JobState
@@ -199,7 +199,7 @@ class Drive:
         self.running.append(request)
 
     def skip(self) -> None:
-        waiting = list(self.job.waiting())
+        waiting = waiting_of(self.job)
         if waiting:
             request = self.random.choice(waiting)
             self.job.take(request)
@@ -253,7 +253,7 @@ class Drive:
             for r in self.requests.values()
             if not r.running and r not in self.offloaded
         ]
-        assert set(job.waiting()) == set(waiting)
+        assert set(waiting_of(job)) == set(waiting)
         assert job.num_waiting == len(waiting)
         backlog = [r for r in waiting if r.waiting]
         first = min(backlog, key=lambda r: (r.position, r.arrival), default=None)

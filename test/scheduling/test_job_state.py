@@ -13,6 +13,7 @@ from scheduling_jobs import (
     job_of,
     plan_of,
     random_prompts,
+    waiting_of,
 )
 
 from sglang_batch.scheduling.job_state import DEFAULT_EST_DECODE_STEPS, JobState
@@ -33,7 +34,7 @@ def drain(job: JobState) -> list[str]:
 def check_counts(job: JobState, waiting: list[ScheduledRequest]) -> None:
     assert job.num_waiting == len(waiting)
     assert job.waiting_tokens == sum(request.input_len for request in waiting)
-    assert set(job.waiting()) == set(waiting)
+    assert set(waiting_of(job)) == set(waiting)
 
 
 def test_an_arrival_knows_its_plan() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduling_jobs import arrive, arrive_all, plan_of
+from scheduling_jobs import arrive, arrive_all, plan_of, waiting_of
 
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.kv_accounting import KvAccounting
@@ -70,7 +70,7 @@ def test_a_job_is_not_owed_the_time_in_which_nothing_of_it_waited() -> None:
     work(jobs, a=20.0)
     jobs.arrives(b)  # it has waited meanwhile
     assert b.done.done_s == 50.0
-    b.take(next(b.waiting()))
+    b.take(waiting_of(b)[0])
     jobs.arrives(b)
     assert b.done.done_s == 70.0
 

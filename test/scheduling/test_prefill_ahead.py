@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scheduling_jobs import arrive_all, plan_of
+from scheduling_jobs import arrive_all, plan_of, waiting_of
 
 from sglang_batch.planner.kv_lengths.batch_state import GROUPS, TREE
 from sglang_batch.scheduling.job_state import JobState
@@ -144,7 +144,7 @@ def test_one_that_cannot_wait_goes_on() -> None:
 def test_a_request_that_waited_for_its_prefix_joins_first(rule: int) -> None:
     """Others of its length wait for longer."""
     job, _ = a_job(rule)
-    follower = next(request for request in job.waiting() if request.leaf == 30)
+    follower = next(request for request in waiting_of(job) if request.leaf == 30)
     job.follow(follower, 1)
     first = job.backlog.first()
     assert first is not None

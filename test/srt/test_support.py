@@ -81,7 +81,7 @@ def test_flag_is_refused(name: str, value: Any, flag: str) -> None:
 
 
 def test_every_refusal_is_tested_and_is_a_field_of_sglang() -> None:
-    names = {name for refusal in REFUSALS for name in refusal.names}
+    names = {name for refusal in REFUSALS for name in refusal.fields.split()}
     assert names == {name for name, _, _ in REFUSED}
     assert names <= set(ServerArgs.__struct_fields__)
     assert set(SET_BY_SGLANG) <= names
@@ -144,11 +144,11 @@ def test_flag_forbids_offloading(name: str, value: Any, reason: str) -> None:
 
 
 def test_every_limit_is_tested_and_is_a_value_of_sglang() -> None:
-    assert {name for limit in LIMITS for name in limit.names} == {
+    assert {name for limit in LIMITS for name in limit.fields.split()} == {
         name for name, _, _ in LIMITED
     }
     for limit in LIMITS:
-        for name in limit.names if limit.values else ():
+        for name in limit.fields.split() if limit.values else ():
             found = {value for field, value, _ in LIMITED if field == name}
             assert found == set(limit.values)
     for fine in ("auto", "bfloat16", "fp8_e4m3"):

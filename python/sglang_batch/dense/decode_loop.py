@@ -19,7 +19,7 @@ import torch
 
 from .admission import Admission, ByLength, Row, expected_left
 from .model import LoadedModel
-from .prefill import Prefilled
+from .prefill import Prefilled, prompt_from
 from .row_request import (
     DenseAnswer,
     DenseRequest,
@@ -67,10 +67,9 @@ class DecodeLoop:
         # Those that join in their order, and those that join by length.
         self._waiting, self._by_length = WaitingQueries(), WaitingQueries()
         self._running: list[Query] = []
-        limit = settings.max_cells
         self._admission = Admission(
             settings.max_rows,
-            _NO_LIMIT if limit is None else limit,
+            settings.max_cells or _NO_LIMIT,
             step_cells=settings.step_cells,
             most_cells=settings.max_rows * model.context_len,
         )
@@ -275,11 +274,10 @@ class DecodeLoop:
         most = max(_LEAST_PREFILLED, self._admission.max_rows // 2) - len(new)
         found: list[Query] = []
         for query in self._next_after(new, max(0, most)):
-            wanted = query.request.logprobs
             room -= query.length
             if query.tokens or room < 0:
                 break
-            if wanted is not None and wanted.prompt_from is not None:
+            if prompt_from(query.request) is not None:
                 break  # it would be computed alone
             found.append(query)
         for query in found:

@@ -109,18 +109,14 @@ class JobState:
     @property
     def waiting_tokens(self) -> int:
         return self.backlog.tokens + sum(
-            request.input_len for request in self._outside_backlog()
+            request.input_len for request in self.outside_backlog()
         )
 
     @property
     def dual(self) -> bool:
         return self.plan.density is not None
 
-    def waiting(self) -> Iterator[ScheduledRequest]:
-        yield from self.backlog
-        yield from self._outside_backlog()
-
-    def _outside_backlog(self) -> Iterator[ScheduledRequest]:
+    def outside_backlog(self) -> Iterator[ScheduledRequest]:
         yield from self.followers()
         for requests in self._without_adapter.values():
             yield from requests

@@ -236,11 +236,6 @@ def test_names_and_values_in_a_schema_are_no_keywords(grammars: Grammars) -> Non
     grammars.row("json_schema", json.dumps(number))
 
 
-def test_a_kind_that_there_is_not_is_named(grammars: Grammars) -> None:
-    with pytest.raises(ValueError, match="'lark' is no kind of grammar"):
-        grammars.row("lark", "x")
-
-
 def test_grammars_that_could_not_end_are_refused(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="eos_ids is empty"):
         Grammars(tokenizer, vocab_size=WIDTH, eos_ids=[])

@@ -60,10 +60,6 @@ class FlagRule:
     values: tuple[str, ...] = ()
     way_out: str = DROP_FLAG
 
-    @property
-    def names(self) -> list[str]:
-        return self.fields.split()
-
     def applies(self, value: object) -> bool:
         if self.most is not None:
             return isinstance(value, int | float) and value > self.most
@@ -340,7 +336,7 @@ def _refuse(
     values: Mapping[str, object], rules: Iterable[FlagRule], mode: str = ""
 ) -> None:
     for rule in rules:
-        for name in rule.names:
+        for name in rule.fields.split():
             if rule.applies(values.get(name)):
                 raise ConfigError(
                     f"{_as_given(name, values[name])} does not work with {mode}the "
@@ -356,7 +352,7 @@ def found_limits(arguments: object) -> tuple[str, ...]:
     """
     found = []
     for limit in LIMITS:
-        for name in limit.names:
+        for name in limit.fields.split():
             value = getattr(arguments, name)
             if limit.applies(value):
                 found.append(f"{_as_given(name, value)} {limit.reason}")

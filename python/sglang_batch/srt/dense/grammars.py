@@ -101,10 +101,6 @@ class Grammars:
         return apply if masked else None
 
     def _compile(self, kind: str, text: str) -> xgrammar.CompiledGrammar:
-        if kind not in KINDS:
-            raise ValueError(
-                f"{kind!r} is no kind of grammar; give one of {', '.join(KINDS)}"
-            )
         try:
             found = KINDS[kind](self._backend, text)
         except Exception as error:  # of tags that are none

@@ -243,7 +243,7 @@ class KvManager(SchedulerPart):
                 shared = 0
         if not self._make_host_room(job, request, shared):
             self._offloader.discard(req)
-            self._requeue(req)
+            self._scheduler._add_request_to_queue(req, is_retracted=True)
             self.on_host.num_recomputed += 1
             return True
         kv = self._offloader.offload(req, shared, self._recompute_time_s(job, request))
@@ -277,9 +277,6 @@ class KvManager(SchedulerPart):
         prefix = job.uses.kept_depth(request.node) if request.leaf >= 0 else 0
         num_tokens = request.input_len + request.steps - prefix
         return recompute_time_s(job.plan.cost, num_tokens, prefix)
-
-    def _requeue(self, req: Req) -> None:
-        self._scheduler._add_request_to_queue(req, is_retracted=True)
 
     def requeue_chunk(self) -> None:
         """Return a job's request whose prompt is partly computed to the backlog. It
@@ -428,7 +425,8 @@ class KvManager(SchedulerPart):
             one = self.on_host.waiting[rid]
             one.job.take(one.request)
         one = self.on_host.forget(rid)
-        self._requeue(self._offloader.give_up(one.kv))
+        req = self._offloader.give_up(one.kv)
+        self._scheduler._add_request_to_queue(req, is_retracted=True)
         self.on_host.num_recomputed += 1
 
     def drop(self, request: ScheduledRequest) -> None:

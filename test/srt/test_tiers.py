@@ -120,7 +120,10 @@ def kinds_table() -> str:
 def limits_table() -> str:
     """The flags with which requests are not offloaded, as a Markdown table."""
     return _table_of_flags(
-        (f"{_flags(limit.names)} {', '.join(limit.values)}".rstrip(), limit.reason)
+        (
+            f"{_flags(limit.fields.split())} {', '.join(limit.values)}".rstrip(),
+            limit.reason,
+        )
         for limit in LIMITS
     )
 
@@ -128,9 +131,9 @@ def limits_table() -> str:
 def refusals_table() -> str:
     """The flags that the offline scheduler refuses, as a Markdown table."""
     return _table_of_flags(
-        (_flags(each.names), each.reason)
+        (_flags(each.fields.split()), each.reason)
         if each.way_out == DROP_FLAG
-        else (_flags(each.names), f"{each.reason}; {each.way_out}")
+        else (_flags(each.fields.split()), f"{each.reason}; {each.way_out}")
         for each in REFUSALS
     )
 

@@ -126,12 +126,15 @@ class DenseEngine(SGLangEngine):
         super().__init__(manager, templates)
         self.templates = templates
         self._loaded = loaded
-        self._settings = settings = _with_costs(loaded, settings)
+        self._machine = dense_machine(loaded, settings)
+        cost = self._machine.cost
+        # By which rows are put together that join by length.
+        step_cells = float(cost.weight_read_time_s) / float(cost.kv_read_time_s)
+        self._settings = settings = replace(settings, step_cells=step_cells)
         self._worker = worker_of(
             loaded, settings, manager.answered, manager.tokenizer, Grammars
         )
         manager.attach(self._worker)
-        self._machine = dense_machine(loaded, settings)
         self._connected = False
 
     @property
@@ -224,13 +227,6 @@ def dense_machine(loaded: LoadedModel, settings: DenseSettings) -> Machine:
             dense=True,
         ),
     )
-
-
-def _with_costs(loaded: LoadedModel, settings: DenseSettings) -> DenseSettings:
-    """The settings with the costs of the model by which rows are put together."""
-    cost = dense_machine(loaded, settings).cost
-    step_cells = float(cost.weight_read_time_s) / float(cost.kv_read_time_s)
-    return replace(settings, step_cells=step_cells)
 
 
 def _model_spec(loaded: LoadedModel) -> ModelSpec:

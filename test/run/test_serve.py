@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,8 +67,8 @@ def free_port() -> int:
 def test_the_front_gets_its_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served: list[front_server.FrontOptions] = []
-    monkeypatch.setattr(front_server, "serve", served.append)
+    served: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(front_server, "serve", lambda *given: served.append(given))
     port = free_port()
     options = [
         *("--host", "127.0.0.1", "--port", str(port), "--api-key", "client"),
@@ -77,27 +78,27 @@ def test_the_front_gets_its_options(
     with naming("demo") as one, naming("demo") as two:
         fleet = WorkerOptions(argv=tuple(options), urls=(one, two), api_key="admin")
         assert serve(fleet) == 0
-    (found,) = served
-    assert (found.urls, found.workers_key) == ((one, two), "admin")
+    ((*workers, found, directory, config),) = served
+    assert workers == [(one, two), "admin"]
     assert (found.host, found.port) == ("127.0.0.1", port)
-    assert (found.api_key, found.admin_key, found.metrics) == ("client", None, True)
-    assert found.directory == tmp_path / "batches"
-    assert found.config.max_batches == 3
-    assert found.ssl == {"ssl_keyfile": "key.pem"}
+    assert (found.api_key, found.admin_api_key) == ("client", None)
+    assert (found.enable_metrics, found.ssl_keyfile) == (True, "key.pem")
+    assert directory == tmp_path / "batches"
+    assert config.max_batches == 3
 
 
 @pytest.mark.parametrize("away_first", [True, False])
 def test_a_front_starts_with_the_servers_that_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away_first: bool
 ) -> None:
-    served: list[front_server.FrontOptions] = []
-    monkeypatch.setattr(front_server, "serve", served.append)
+    served: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(front_server, "serve", lambda *given: served.append(given))
     argv = (f"--port={free_port()}", f"--offline-batch-dir={tmp_path}")
     away = f"http://127.0.0.1:{free_port()}"
     with naming("demo") as one:
         urls = (away, one) if away_first else (one, away)
         assert serve(WorkerOptions(argv=argv, urls=urls, api_key=None)) == 0
-        assert served[0].urls == urls
+        assert served[0][0] == urls
         # A job needs all of its servers.
         with pytest.raises(ConfigError, match=f"{away} does not answer"):
             served_model(urls, None)

@@ -26,7 +26,6 @@ _KNOWN = (
     *("model_path", "tokenizer_path", "served_model_name", "revision", "nnodes"),
     *("offline_batch_config", "grammar_backend"),
 )
-SSL_OPTIONS = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_keyfile_password")
 # Why a fleet of servers takes no other options.
 OPTIONS_OF_WORKERS = (
     ": the servers of --workers have their model and options already; leave it out"
@@ -34,7 +33,7 @@ OPTIONS_OF_WORKERS = (
 # Options of SGLang's HTTP server that servers of ours have, too.
 SERVER_OPTIONS = (
     *("host", "port", "log_level", "api_key", "admin_api_key", "offline_batch_dir"),
-    *SSL_OPTIONS,
+    *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_keyfile_password"),
     "enable_metrics",
 )
 

@@ -21,7 +21,6 @@ from .backend_options import (
     BACKENDS,
     OPTIONS_OF_WORKERS,
     SERVER_OPTIONS,
-    SSL_OPTIONS,
     BackendParser,
     chosen_backend,
     transformers_options,
@@ -87,21 +86,7 @@ def _serve_front(fleet: WorkerOptions) -> int:
     served_model(fleet.urls, fleet.api_key, may_be_away=True)
     from ..server.http import front_server
 
-    front_server.serve(
-        front_server.FrontOptions(
-            urls=fleet.urls,
-            workers_key=fleet.api_key,
-            host=known.host,
-            port=known.port,
-            directory=directory,
-            config=config,
-            log_level=known.log_level,
-            api_key=known.api_key,
-            admin_key=known.admin_api_key,
-            metrics=known.enable_metrics,
-            ssl={n: value for n in SSL_OPTIONS if (value := getattr(known, n))},
-        )
-    )
+    front_server.serve(fleet.urls, fleet.api_key, known, directory, config)
     return ExitStatus.OK
 
 

@@ -7,15 +7,15 @@ streams stay streams. A client that leaves ends its call there, too.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from itertools import count
 from pathlib import Path
@@ -30,13 +30,13 @@ from starlette.types import Receive, Scope, Send
 from ...config import OfflineBatchConfig
 from ...errors import ApiError, EngineError
 from ...fleet.fleet_engine import FleetEngine
-from ...fleet.head_state import CRASHES, CrashCounts, HeadState
+from ...fleet.head_state import CRASHES, CrashCounts
 from ...fleet.http_fleet import HttpPlace
 from ...job.engine import GENERATE_URL
 from ...job.job_planner import compile_planner
 from ...store.batch_store import BatchStore
 from ...store.files import next_epoch
-from ..access.keys import Caller, FixedKeys, given_keys
+from ..access.keys import given_keys
 from ..metrics import published
 from ..service import BatchService
 from ..webhooks import read_endpoints
@@ -59,58 +59,44 @@ START_S = 60.0
 END_S = 15
 
 
-@dataclass(frozen=True, slots=True)
-class FrontOptions:
-    """The options of a front.
-
-    ``urls`` and ``workers_key`` are of the servers that have engines, ``ssl`` has
-    uvicorn's ``ssl_keyfile`` and the like.
-    """
-
-    urls: tuple[str, ...]
-    workers_key: str | None
-    host: str
-    port: int
-    directory: Path
-    config: OfflineBatchConfig
-    log_level: str = "info"
-    api_key: str | None = None
-    admin_key: str | None = None
-    metrics: bool = False
-    ssl: Mapping[str, str] = field(default_factory=dict)
-
-
-def serve(options: FrontOptions) -> None:
+def serve(
+    urls: Sequence[str],
+    workers_key: str | None,
+    options: argparse.Namespace,
+    directory: Path,
+    config: OfflineBatchConfig,
+) -> None:
     """Serve until a signal ends the process.
 
-    Raises ConfigError if the keys or the servers cannot be used, StoreError if
-    another server uses the directory, EngineError if none of the servers answers or
-    another front uses them.
+    ``urls`` and ``workers_key`` are of the servers that have engines, ``options`` those of
+    SGLang's server that a front has, too. Raises ConfigError if the keys or the servers
+    cannot be used, StoreError if another server uses the directory, EngineError if none of
+    the servers answers or another front uses them.
     """
     logging.basicConfig(
         level=options.log_level.upper(), format="[%(asctime)s] %(message)s", force=True
     )
-    keys = given_keys(options.config, options.api_key, options.admin_key)
-    read_endpoints(options.config)
-    asyncio.run(_serve(options, keys))
+    asyncio.run(_serve(urls, workers_key, options, directory, config))
 
 
-async def _serve(options: FrontOptions, keys: tuple[FixedKeys, Caller | None]) -> None:
-    store = BatchStore(options.directory)
-    head = HeadState(
-        "front",
-        next_epoch(options.directory),
-        CrashCounts(options.directory / CRASHES),
-    )
+async def _serve(
+    urls: Sequence[str],
+    workers_key: str | None,
+    options: argparse.Namespace,
+    directory: Path,
+    config: OfflineBatchConfig,
+) -> None:
+    keys = given_keys(config, options.api_key, options.admin_api_key)
+    read_endpoints(config)
+    store = BatchStore(directory)
     engine = FleetEngine(
-        [HttpPlace(url, options.workers_key) for url in options.urls],
-        head.epoch,
-        min_workers=1,
+        [HttpPlace(url, workers_key) for url in urls],
+        next_epoch(directory),
         gives_up=False,  # servers are restarted, and nobody would tell this one
-        crashes=head.crashes,
+        crashes=CrashCounts(directory / CRASHES),
     )
-    calls = OnlineCalls(engine, options.workers_key)
-    app = front_app(engine, calls, metrics=options.metrics)
+    calls = OnlineCalls(engine, workers_key)
+    app = front_app(engine, calls, metrics=options.enable_metrics)
     server = uvicorn.Server(
         uvicorn.Config(
             app,
@@ -119,7 +105,10 @@ async def _serve(options: FrontOptions, keys: tuple[FixedKeys, Caller | None]) -
             log_config=None,
             access_log=options.log_level == "debug",
             timeout_graceful_shutdown=END_S,
-            **options.ssl,  # type: ignore[arg-type]
+            ssl_keyfile=options.ssl_keyfile,
+            ssl_keyfile_password=options.ssl_keyfile_password,
+            ssl_certfile=options.ssl_certfile,
+            ssl_ca_certs=options.ssl_ca_certs,
         )
     )
 
@@ -129,7 +118,7 @@ async def _serve(options: FrontOptions, keys: tuple[FixedKeys, Caller | None]) -
 
     try:
         await _connect(engine)
-        async with _service(options, store, engine, server) as service:
+        async with _service(options, config, store, engine, server) as service:
             access = AccessControl(store, *keys)
             app.state.offline_batch_service = service
             app.state.offline_batch_access = access
@@ -203,12 +192,12 @@ async def _connect(engine: FleetEngine) -> None:
 
 @asynccontextmanager
 async def _service(
-    options: FrontOptions,
+    options: argparse.Namespace,
+    config: OfflineBatchConfig,
     store: BatchStore,
     engine: FleetEngine,
     server: uvicorn.Server,
 ) -> AsyncIterator[BatchService]:
-    config = options.config
     service = BatchService(store, config, server_name=f"pid {os.getpid()}")
     threading.Thread(target=compile_planner, args=(config,), daemon=True).start()
     await service.start(engine, closing=lambda: server.should_exit)
@@ -217,11 +206,11 @@ async def _service(
         "servers",
         options.host,
         options.port,
-        options.directory,
-        len(options.urls),
+        store.directory,
+        len(engine.states()),
     )
     try:
-        async with published(service, options.metrics):
+        async with published(service, options.enable_metrics):
             yield service
     finally:
         await service.stop()

@@ -89,7 +89,7 @@ def predict(task: dict[str, Any], machine: Machine) -> Simulation:
         true_output_len=output_len,
         sample_share=0.0 if known.all() else _KNOWN,
     )
-    return found.runs[policy].simulation
+    return found.runs[policy]
 
 
 if __name__ == "__main__":

@@ -7,11 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from sglang_batch.errors import ConfigError
-from sglang_batch.planner.requests import UNKNOWN, Floats, Int64s, PlanRequests
+from sglang_batch.planner.requests import (
+    UNKNOWN,
+    Floats,
+    Int64s,
+    PlanRequests,
+    sums_before,
+)
 from sglang_batch.prediction.workloads.mix import Workload, seeds_of
 from sglang_batch.prediction.workloads.sources import (
     lognormal_lengths,
-    offsets_of,
     random_tokens,
 )
 
@@ -71,7 +76,7 @@ def documents(
     return Workload(
         PlanRequests(
             random_tokens(lengths.ravel(), keys.ravel(), seeds),
-            offsets_of(input_len),
+            sums_before(input_len),
             np.full(num_requests, MAX_OUTPUT_LEN, np.int32),
             np.full(num_requests, UNKNOWN, np.int32),
         ),

@@ -32,13 +32,13 @@ def measure(quick: bool = False) -> list[Figure]:
             workload = requests_of(trace, count)
             for share in SHARES:
                 stays_job = _job(model, workload, share, prefetches=False)
-                first = stays_job.run("fcfs").simulation.seconds
-                stays = stays_job.run("length-tree").simulation
+                first = stays_job.run("fcfs").seconds
+                stays = stays_job.run("length-tree")
                 parks = _parks(model, workload, share)
                 mean = parks.prompt_tokens / count
                 alone = parks.seconds + 2 * parks.parked * mean * model.kv / PCIE
                 seconds = (stays.seconds, parks.seconds, alone)
-                other = stays_job.run("length-aligned").simulation.seconds
+                other = stays_job.run("length-aligned").seconds
                 row = [model.name, trace, f"{share:g}"]
                 row += [f"{first / each:.2f}" for each in (other, *seconds)]
                 steps = (stays.num_steps, parks.num_steps, parks.parked)
@@ -99,4 +99,4 @@ def _job(
 
 
 def _parks(model: Model, workload: Workload, share: float) -> Simulation:
-    return _job(model, workload, share, prefetches=True).run("length-tree").simulation
+    return _job(model, workload, share, prefetches=True).run("length-tree")

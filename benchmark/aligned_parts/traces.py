@@ -20,7 +20,7 @@ from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.machine_model import EngineLimits, Machine
 from sglang_batch.planner.ordering.order import Order, OrderSettings
 from sglang_batch.planner.plan import Candidates, best
-from sglang_batch.planner.requests import UNKNOWN, PlanRequests
+from sglang_batch.planner.requests import UNKNOWN, PlanRequests, sums_before
 from sglang_batch.planner.simulator.simulator import Simulation, simulate
 from sglang_batch.prediction.workloads.mix import Workload
 from sglang_batch.prediction.workloads.sources import (
@@ -29,7 +29,6 @@ from sglang_batch.prediction.workloads.sources import (
     SHAREGPT,
     Source,
     lognormal_lengths,
-    offsets_of,
 )
 from sglang_batch.prediction.workloads.traces import read_trace
 
@@ -171,7 +170,7 @@ def simulated(
         )
         for name, order in orders.items()
     }  # fmt: skip
-    planned = {name: job.run(name).simulation for name in PAGED_ORDERS}
+    planned = {name: job.run(name) for name in PAGED_ORDERS}
     runs["auto"] = runs[best(planned)]
     by_length = ("ascending", "length-tree", "length-aligned", "auto")
     runs["best of the others"] = min(
@@ -196,7 +195,7 @@ def requests_of(trace: str, count: int) -> Workload:
         count, source.output_mean, source.output_square, 1, source.max_output_len
     )
     input_len, output_len = rng.permutation(input_len), rng.permutation(output_len)
-    offsets = offsets_of(input_len.astype(np.int64))
+    offsets = sums_before(input_len.astype(np.int64))
     requests = PlanRequests(
         rng.integers(0, 1 << 30, int(offsets[-1])).astype(np.int32),
         offsets,

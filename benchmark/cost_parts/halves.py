@@ -20,7 +20,7 @@ from sglang_batch.planner.costs.model_spec import ModelSpec
 from sglang_batch.planner.costs.step_costs import StepSeconds, StepWork, step_seconds
 from sglang_batch.prediction.models import MODELS
 
-MIX = RequestMix(1000, 1000)
+MIX = RequestMix(1000, 1000, computed=1000, held=1500)
 # Of BlendServe's grid (benchmark/results/README.md).
 INTERFERENCE = 1.47
 CASES = (

@@ -72,6 +72,7 @@ class Point:
 
     @classmethod
     def of(cls, row: dict[str, str]) -> Point:
+        prompt, answer = float(row["input_len"]), float(row["output_len"])
         return cls(
             row,
             ModelSpec.from_hf_config(
@@ -86,7 +87,7 @@ class Point:
                 attention_ranks=int(row["attention_ranks"]),
                 ep=int(row["ep"]),
             ),
-            RequestMix(float(row["input_len"]), float(row["output_len"])),
+            RequestMix(prompt, answer, computed=prompt, held=prompt + answer / 2),
             float(row["tokens_per_s"]),
         )
 

@@ -93,7 +93,7 @@ def _simulated(trace: int, num_requests: int) -> list[list[object]]:
     possible = candidates.tree.prefix_sharing_ratio
     rows: list[list[object]] = []
     for policy in POLICIES:
-        done = candidates.run(policy).simulation
+        done = candidates.run(policy)
         kept = done.achieved_prefix_sharing_ratio / possible
         rows.append(
             [trace, policy, f"{done.seconds:.0f}", done.num_steps, f"{kept:.3f}",

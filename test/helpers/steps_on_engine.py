@@ -69,7 +69,7 @@ async def run(engine: Any, name: str, rows: Any, policy: str) -> dict[str, int]:
 def simulated(machine: Machine, rows: Any, policy: str) -> dict[str, int]:
     machine = Machine(machine.cost, replace(machine.limits, as_sglang=True))
     job = Candidates(plan_requests(rows), machine, OrderSettings())
-    done = job.run(policy).simulation
+    done = job.run(policy)
     decoded = done.output_tokens - len(rows)
     moved = done.retractions + done.parked
     counts = done.num_steps, done.cached_tokens, decoded, moved

@@ -149,8 +149,9 @@ def sent_order(
     job = Candidates(plan_requests(requests), machine, OrderSettings())
     if policy == AUTO:
         orders = orders_for(machine)
-        policy = best({name: job.run(name).simulation for name in orders})
-    return job.run(policy).sent
+        policy = best({name: job.run(name) for name in orders})
+    order = job.order(policy)
+    return job.run(policy).admission_order if order.is_dynamic else order.requests
 
 
 def planner_of(

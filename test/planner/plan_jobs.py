@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.costs.tree_work import LeafWork, leaf_work
+from sglang_batch.planner.plan import Candidates
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
-from sglang_batch.planner.requests import UNKNOWN, PlanRequests
+from sglang_batch.planner.requests import UNKNOWN, Int64s, PlanRequests
 
 Prompt = tuple[int, ...]
 Bools = NDArray[np.bool_]
@@ -33,6 +34,12 @@ EDGE_PROMPTS: dict[str, list[Prompt]] = {
     "prefixes of others": [HELLO[:k] for k in (7, 3, 40, 0, 1, 2, 40, 12, 3)],
     "mixed": [(*HELLO[: 3 * (i % 4)], i) for i in range(24)],
 }
+
+
+def sent_order(job: Candidates, policy: str) -> Int64s:
+    """Requests in the order in which they enter the engine."""
+    order = job.order(policy)
+    return job.run(policy).admission_order if order.is_dynamic else order.requests
 
 
 def make_requests(

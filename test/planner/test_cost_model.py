@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -229,8 +230,8 @@ def test_steps_of_arrays_numbers_and_both() -> None:
 
 def test_capacity_is_what_the_weights_leave() -> None:
     # The paper's 80 - 20 GB, with its gigabytes.
-    gb80 = hardware("a100", memory_bytes=80_000_000_000)
-    gb76 = hardware("a100", memory_bytes=76_000_000_000)
+    gb80 = replace(A100, memory_bytes=80_000_000_000)
+    gb76 = replace(A100, memory_bytes=76_000_000_000)
     sixty = kv_capacity_tokens(LLAMA_8B, gb76, 1, 1.0)
     assert sixty == 60_000_000_000 // 131072
     two = kv_capacity_tokens(LLAMA_8B, gb80, tp=2, mem_fraction=0.5)

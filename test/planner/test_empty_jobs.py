@@ -77,7 +77,8 @@ def test_an_order_of_nothing(job: str, policy: str) -> None:
     requests = requests_of(JOBS[job])
     found = Candidates(requests, machine(), OrderSettings())
     assert len(found.too_large) == len(requests)
-    assert not len(found.run(policy).sent)
+    assert not len(found.order(policy).requests)
+    assert not len(found.run(policy).admission_order)
 
 
 def test_a_forecast_of_nothing() -> None:
@@ -87,8 +88,8 @@ def test_a_forecast_of_nothing() -> None:
             requests_of([]), machine(), ORDERS, settings,
             true_output_len=np.zeros(0, np.int32), sample_share=share,
         )  # fmt: skip
-        assert {run.simulation.seconds for run in found.runs.values()} == {0.0}
-        assert found.best in ORDERS
+        assert {run.seconds for run in found.runs.values()} == {0.0}
+        assert found.best_of(ORDERS) in ORDERS
     for job in ("one too large", "all too large"):
         with pytest.raises(InputError, match="No request fits"):
             forecast(requests_of(JOBS[job]), machine(), ORDERS, settings)

@@ -12,7 +12,7 @@ import pytest
 from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_jobs import EDGE_PROMPTS, Prompt, make_requests
+from plan_jobs import EDGE_PROMPTS, Prompt, make_requests, sent_order
 from sim_jobs import costs, prompt_lists
 
 from sglang_batch.config import DENSE_ORDERS, ORDERS, PAGED_ORDERS
@@ -52,24 +52,22 @@ def bounds_of(job: Candidates) -> Bounds:
 
 
 def assert_is_whole(job: Candidates, policy: str, requests: PlanRequests) -> None:
-    n, num_fits = len(requests), len(job.fits)
-    assert sorted([*job.fits, *job.too_large]) == list(range(n))
-    run = job.run(policy)
-    assert run.sent.dtype == np.int64
-    for order in (run.sent, run.order.requests):
-        assert sorted(order.tolist()) == list(range(num_fits))
+    num_fits = len(job.fits)
+    assert sorted([*job.fits, *job.too_large]) == list(range(len(requests)))
+    run, order = job.run(policy), job.order(policy)
+    for sent in (run.admission_order, order.requests):
+        assert sent.dtype == np.int64
+        assert sorted(sent.tolist()) == list(range(num_fits))
     assert job.tree.num_requests == len(job.output_len) == num_fits
     for moment in (job.estimates.est_output_len, job.estimates.est_output_len_sq):
         assert moment.shape == (num_fits,)
         assert np.all(np.isfinite(moment))
-    if run.order.is_dynamic:
-        assert run.sent.tolist() == run.simulation.admission_order.tolist()
-    if run.order.density is not None:
-        assert run.order.density.shape == (num_fits,)
-        assert not np.any(np.isnan(run.order.density))
-        assert 0 <= run.order.num_left <= num_fits
-    assert np.isfinite(run.simulation.seconds)
-    assert run.simulation.output_tokens == job.output_len.sum()
+    if order.density is not None:
+        assert order.density.shape == (num_fits,)
+        assert not np.any(np.isnan(order.density))
+        assert 0 <= order.num_left <= num_fits
+    assert np.isfinite(run.seconds)
+    assert run.output_tokens == job.output_len.sum()
 
 
 JOBS: dict[str, dict[str, Any]] = {
@@ -99,13 +97,13 @@ def test_every_policy_orders_every_job(policy: str, job: dict[str, Any]) -> None
     found = candidates(requests, machine(2_000))
     assert_is_whole(found, policy, requests)
     again = candidates(requests, machine(2_000))
-    assert again.run(policy).sent.tolist() == found.run(policy).sent.tolist()
+    assert sent_order(again, policy).tolist() == sent_order(found, policy).tolist()
 
 
 def test_no_requests() -> None:
     job = candidates(make_requests([]), machine())
     assert len(job.fits) == len(job.too_large) == 0
-    assert {job.run(policy).simulation.seconds for policy in PAGED_ORDERS} == {0.0}
+    assert {job.run(policy).seconds for policy in PAGED_ORDERS} == {0.0}
     assert bounds_of(job).tightest_s == 0.0
 
 
@@ -155,7 +153,7 @@ def test_orders_of_what_fits_are_those_of_a_job_without_the_rest() -> None:
     job = candidates(make_requests(large), machine(400))
     assert job.fits.tolist() == [*range(1, 7), *range(8, 14)]
     for policy in ORDERS:
-        assert job.run(policy).sent.tolist() == alone.run(policy).sent.tolist()
+        assert sent_order(job, policy).tolist() == sent_order(alone, policy).tolist()
         order, expected = job.order(policy), alone.order(policy)
         assert order.requests.tolist() == expected.requests.tolist()
 
@@ -186,7 +184,7 @@ def test_auto_takes_the_fastest(
         engine = Machine(replace(engine.cost, padded=True), limits)
     assert orders_for(engine) == orders
     job = candidates(bimodal(), engine)
-    runs = {name: job.run(name).simulation for name in orders}
+    runs = {name: job.run(name) for name in orders}
     least = (1 + TIE) * min(run.seconds for run in runs.values())
     assert best(runs) == next(name for name in orders if runs[name].seconds <= least)
 
@@ -262,7 +260,7 @@ def test_no_predicted_run_beats_the_bounds(
     bounds = bounds_of(job)
     for name in PAGED_ORDERS:
         assert_is_whole(job, name, requests)
-        run = job.run(name).simulation
+        run = job.run(name)
         assert run.seconds >= bounds.tightest_s * (1 - 1e-9), name
         assert run.compute_s >= bounds.compute_s * (1 - 1e-9), name
         assert run.num_steps >= bounds.min_steps, name

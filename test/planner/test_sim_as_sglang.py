@@ -122,10 +122,10 @@ def test_offloaded_requests_come_back_without_computing_anything_again() -> None
 
 def test_the_work_planned_is_the_work_done() -> None:
     job = known(make_job(own_prompts(3, 5, 2), [4, 1, 7], as_sglang=True))
-    lengths = np.array(job.output_len, float)
+    steps = np.array(job.output_len, float) - 1
     cost = unit_cost()
     done = run(job)
-    compute, memory = planned_work(job.tree, cost, lengths, lengths**2, as_sglang=True)
+    compute, memory = planned_work(job.tree, cost, steps, steps**2, 0)
     assert compute == done.compute_s
     # By the integral over a request's life, half a token a step less.
     assert memory == done.memory_s - 10 * (3 + 0 + 6) / 2

@@ -28,8 +28,12 @@ LLAMA = ModelSpec.from_hf_config(MODELS["llama-3.1-8b"])
 H100 = hardware("h100")
 
 
+def unshared(input_len: int, output_len: int) -> RequestMix:
+    return RequestMix(input_len, output_len, input_len, input_len + output_len / 2)
+
+
 def test_a_step_begins_as_many_requests_as_end() -> None:
-    mix = RequestMix(100, 50)
+    mix = unshared(100, 50)
     found = steady_state(LLAMA, H100, Parallelism(), mix, max_rows=200)
     assert found.rows == 200
     work = StepWork.of(
@@ -44,17 +48,17 @@ def test_a_step_begins_as_many_requests_as_end() -> None:
 
 
 def test_rows_are_limited_by_kv_and_by_the_tokens_of_a_step() -> None:
-    long = RequestMix(20_000, 2_000)
+    long = unshared(20_000, 2_000)
     held = rank_kv_tokens(LLAMA, H100, Parallelism())
     found = steady_state(LLAMA, H100, Parallelism(), long)
     assert found.rows == pytest.approx(held / 21_000)
-    prompts = RequestMix(1000, 10)
+    prompts = unshared(1000, 10)
     found = steady_state(LLAMA, H100, Parallelism(), prompts, step_tokens=2020)
     assert found.rows == pytest.approx(20)
 
 
 def test_shared_tokens_are_neither_computed_nor_held_twice() -> None:
-    alone = steady_state(LLAMA, H100, Parallelism(), RequestMix(4000, 100))
+    alone = steady_state(LLAMA, H100, Parallelism(), unshared(4000, 100))
     shared = steady_state(
         LLAMA, H100, Parallelism(), RequestMix(4000, 100, computed=1000, held=1050)
     )
@@ -62,7 +66,7 @@ def test_shared_tokens_are_neither_computed_nor_held_twice() -> None:
 
 
 def test_replicas_add_up() -> None:
-    mix = RequestMix(500, 500)
+    mix = unshared(500, 500)
     one = steady_state(LLAMA, H100, Parallelism(), mix)
     four = steady_state(LLAMA, H100, Parallelism(replicas=4), mix)
     assert four.requests_per_s == pytest.approx(4 * one.requests_per_s)
@@ -77,7 +81,7 @@ def test_the_simulator_agrees(parallel: Parallelism) -> None:
         "small", 100e12, 1e12, 80 << 30, link_bytes_per_s=50e9,
         efficiency=Efficiency(0.7, 0.8, 3e-6, 1e-3),
     )  # fmt: skip
-    mix = RequestMix(200, 100)
+    mix = unshared(200, 100)
     capacity = rank_kv_tokens(LLAMA, device, parallel)
     rows, n = 400, 12_000
     expected = steady_state(LLAMA, device, parallel, mix, max_rows=rows)

@@ -15,7 +15,7 @@ def report(
 ) -> Any:
     """A prediction of 2,000 requests with the seconds of each policy, dfs chosen."""
     runs = {
-        name: SimpleNamespace(simulation=SimpleNamespace(seconds=value))
+        name: SimpleNamespace(seconds=value)
         for name, value in seconds.items()
     }
     ranking = sorted(seconds, key=lambda name: seconds[name])

@@ -27,7 +27,7 @@ from .ordering.order import Order, OrderSettings
 from .ordering.order_functions import make_order
 from .output_lengths.estimates import Observed, OutputEstimates, OutputLengthEstimator
 from .prefixes.prefix_tree import PrefixTree, build_prefix_tree
-from .requests import Int32s, Int64s, PlanRequests
+from .requests import Int32s, PlanRequests
 from .simulator.simulator import Simulation, simulate
 
 TIE = 0.001
@@ -37,21 +37,6 @@ STAY = 0.01
 HOPELESS = 0.2
 # By which lengths may differ from their estimates while there is no answer.
 GUESSED_SCALES = (1.0, 0.5, 0.25, 2.0, 0.1)
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyRun:
-    """One policy's order and its simulated run."""
-
-    order: Order
-    simulation: Simulation
-
-    @property
-    def sent(self) -> Int64s:
-        """Requests in the order in which they enter the engine, int64 ``[n]``."""
-        if not self.order.is_dynamic:
-            return self.order.requests
-        return self.simulation.admission_order
 
 
 def orders_for(machine: Machine) -> tuple[str, ...]:
@@ -152,7 +137,6 @@ class Candidates:
         """
         self.machine = machine
         self._settings = settings
-        self._runs: dict[str, PolicyRun] = {}
         capacity = machine.limits.kv_capacity_tokens
         known = (
             requests.known_output_len if true_output_len is None else true_output_len
@@ -189,23 +173,18 @@ class Candidates:
             self.machine.limits.kv_capacity_tokens,
         )
 
-    def run(self, policy: str) -> PolicyRun:
-        """The order of one policy and the job's simulated run in it, computed once. Raises
-        ConfigError if the policy is unknown."""
-        if policy not in self._runs:
-            order = self.order(policy)
-            simulation = simulate(
-                self.tree,
-                self.machine.cost,
-                self.machine.limits,
-                order=order,
-                output_len=self.output_len,
-                est_output_len=self.estimates.est_output_len,
-                est_output_len_sq=self.estimates.est_output_len_sq,
-                max_new_tokens=self.requests.max_new_tokens,
-            )
-            self._runs[policy] = PolicyRun(order, simulation)
-        return self._runs[policy]
+    def run(self, policy: str) -> Simulation:
+        """The job's simulated run in the order of one policy, or ConfigError as of :meth:`order`."""
+        return simulate(
+            self.tree,
+            self.machine.cost,
+            self.machine.limits,
+            order=self.order(policy),
+            output_len=self.output_len,
+            est_output_len=self.estimates.est_output_len,
+            est_output_len_sq=self.estimates.est_output_len_sq,
+            max_new_tokens=self.requests.max_new_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)

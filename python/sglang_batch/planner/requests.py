@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,11 @@ FIRST_PLACEHOLDER, END_OF_PLACEHOLDERS = 1 << 29, 1 << 30
 # the order, or an online request, which is in no order.
 LEFT, RIGHT, ONLINE = 0, 1, 2
 SIDES = ("left", "right", "online")
+
+
+def sums_before(values: NDArray[Any]) -> NDArray[Any]:
+    """The sum of all values before each index, and of all values, ``[n + 1]``."""
+    return np.concatenate([[0], np.cumsum(values)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,7 @@ class PlanRequests:
     def take(self, indices: Int64s) -> PlanRequests:
         """Some of the requests, in the order of ``indices``. Their tokens are copied."""
         lengths = self.input_len[indices].astype(np.int64)
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        offsets = sums_before(lengths)
         begin = self.offsets[:-1][indices]
         places = np.repeat(begin - offsets[:-1], lengths) + np.arange(offsets[-1])
         return PlanRequests(

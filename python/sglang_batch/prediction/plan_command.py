@@ -116,10 +116,14 @@ def _plan_input(
                 f"no line of {local.title} can run; {first.name}: {first.reason}"
             )
 
+        kept = server_args.kv_cache_dtype
+        if kept == "auto":  # KV is as the model's activations
+            kept = server_args.dtype
+
         def count(quantization: str | None, kv_dtype: str | None) -> ModelSpec:
             return machine.counted_model(
                 rendered.model_config,
-                kv_dtype=kv_dtype or kept_kv_dtype(server_args),
+                kv_dtype=kv_dtype or kept,
                 quantization=quantization or server_args.quantization,
             )
 
@@ -211,7 +215,10 @@ def _report(
         job=title,
         machine=where,
         forecast=found,
-        left_out=[*rendered.refused, *_too_large(rendered, found.too_large, machine)],
+        left_out=[
+            *rendered.refused,
+            *_too_large(rendered, found.job.too_large, machine),
+        ],
         chosen=chosen,
         verdict=f"auto chooses {chosen}" if auto else f"order: {chosen}",
         lengths=_origin_of_lengths(requests, options.default_output_len),
@@ -250,14 +257,6 @@ def _too_large(
 
 
 # The engine that a plan is for: its own limits, and the costs that it measured here.
-
-
-def kept_kv_dtype(server_args: OfflineArgs) -> str:
-    """The dtype of KV that an engine with these arguments keeps, "auto" if it follows the
-    model's."""
-    if server_args.kv_cache_dtype != "auto":
-        return server_args.kv_cache_dtype
-    return server_args.dtype
 
 
 def timed_machine(

@@ -75,7 +75,7 @@ def plot(report: Report, path: Path) -> None:
         times = figure.add_subplot(grid[0, 0])
         _draw_times_of_policies(times, report)
         _draw_cached_shares(figure.add_subplot(grid[0, 1], sharey=times), report)
-        longest = max(forecast.runs[name].simulation.seconds for name in policies)
+        longest = max(forecast.runs[name].seconds for name in policies)
         both = len(policies) == 2
         columns = [slice(0, 1), slice(1, 2)] if both else [slice(0, 2)]
         for row, draw, name, place in (
@@ -85,7 +85,7 @@ def plot(report: Report, path: Path) -> None:
             first: Any = None
             for column, policy in zip(columns, policies, strict=True):
                 axes = figure.add_subplot(grid[row, column], sharey=first)
-                draw(axes, forecast.runs[policy].simulation, longest)
+                draw(axes, forecast.runs[policy], longest)
                 _label_times(axes, longest, f"{policy}: {axes.get_title()}")
                 first = first or axes
             first.set_ylabel(name)
@@ -109,7 +109,7 @@ def _policies(report: Report) -> list[str]:
 def _draw_times_of_policies(axes: Any, report: Report) -> None:
     """A bar for each policy, fastest on top, and the tightest bound."""
     forecast = report.forecast
-    seconds = [forecast.runs[name].simulation.seconds for name in forecast.ranking]
+    seconds = [forecast.runs[name].seconds for name in forecast.ranking]
     bound = forecast.bounds.tightest_s
     unit = time_unit(max(seconds))
     labels = [
@@ -130,8 +130,7 @@ def _draw_cached_shares(axes: Any, report: Report) -> None:
     """A bar for each policy, and the share of a perfect cache."""
     forecast = report.forecast
     shares = [
-        forecast.runs[name].simulation.achieved_prefix_sharing_ratio
-        for name in forecast.ranking
+        forecast.runs[name].achieved_prefix_sharing_ratio for name in forecast.ranking
     ]
     possible = forecast.tree.prefix_sharing_ratio
     labels = [f"{share:.1%}" for share in shares]

@@ -20,9 +20,9 @@ from ..planner.machine_model import Machine
 from ..planner.ordering.order import OrderSettings
 from ..planner.output_lengths.estimates import Observed
 from ..planner.output_lengths.sample import choose_sample
-from ..planner.plan import Candidates, PolicyRun, best
+from ..planner.plan import Candidates, best
 from ..planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
-from ..planner.requests import Floats, Int32s, Int64s, PlanRequests
+from ..planner.requests import Floats, Int32s, PlanRequests
 from ..planner.simulator.simulator import Simulation
 from ..scheduling.step_record import Steps, summarize
 
@@ -110,7 +110,7 @@ class Report:
             "machine": self.machine_figures(),
             "bounds": {**asdict(f.bounds), "tightest_s": f.bounds.tightest_s},
             "policies": [
-                {"policy": name, **self.policy_figures(f.runs[name].simulation)}
+                {"policy": name, **self.policy_figures(f.runs[name])}
                 for name in f.ranking
             ],
             "chosen": self.chosen,
@@ -136,7 +136,7 @@ class Report:
             "late_shared_tokens": self.late_tokens,
             "prefix_sharing_ratio": f.tree.prefix_sharing_ratio,
             "expected_output_tokens": f.output_tokens,
-            "simulated_output_tokens": int(f.output_len.sum(dtype=np.int64)),
+            "simulated_output_tokens": int(f.job.output_len.sum(dtype=np.int64)),
             "output_lengths_from": self.lengths,
             "kv_read_s": f.kv_read_s,
             "kv_read_shared_s": f.kv_read_shared_s,
@@ -269,11 +269,8 @@ def significant(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A job of ``n`` requests that fit into the KV cache, and its run per policy.
+    """A job, of which ``n`` requests fit into the KV cache, and its run per policy.
 
-    too_large: int64, indices in the job of the requests that do not fit.
-    requests, tree: the requests that fit, renumbered from 0.
-    output_len: int32 ``[n]``, the lengths that were simulated.
     output_tokens: sum of the true output lengths, or of their estimates.
     num_sampled: requests from whose true lengths the estimates were learnt.
     work: estimated work of each leaf, from true lengths if they are known.
@@ -282,11 +279,7 @@ class Forecast:
     densities, density: float64 ``[n]``, compute density of each leaf's request, and of the job.
     """
 
-    machine: Machine
-    too_large: Int64s
-    requests: PlanRequests
-    tree: PrefixTree
-    output_len: Int32s
+    job: Candidates
     output_tokens: float
     num_sampled: int
     work: LeafWork
@@ -295,21 +288,25 @@ class Forecast:
     densities: Floats
     density: float
     bounds: Bounds
-    runs: dict[str, PolicyRun]
+    runs: dict[str, Simulation]
+
+    @property
+    def machine(self) -> Machine:
+        return self.job.machine
+
+    @property
+    def tree(self) -> PrefixTree:
+        """Of the requests that fit, renumbered from 0."""
+        return self.job.tree
 
     @property
     def ranking(self) -> list[str]:
         """The policies, fastest first."""
-        return sorted(self.runs, key=lambda name: self.runs[name].simulation.seconds)
-
-    @property
-    def best(self) -> str:
-        """The policy that ``auto`` takes among all that were simulated."""
-        return self.best_of(self.runs)
+        return sorted(self.runs, key=lambda name: self.runs[name].seconds)
 
     def best_of(self, policies: Iterable[str]) -> str:
         """The policy that ``auto`` takes among these."""
-        return best({name: self.runs[name].simulation for name in policies})
+        return best({name: self.runs[name] for name in policies})
 
 
 def forecast(
@@ -367,11 +364,7 @@ def forecast(
         for once in (False, True)
     )
     return Forecast(
-        machine=machine,
-        too_large=job.too_large,
-        requests=job.requests,
-        tree=job.tree,
-        output_len=job.output_len,
+        job=job,
         output_tokens=float(est_output_len.sum()),
         num_sampled=0 if observed is None else len(observed.requests),
         work=work,

@@ -52,13 +52,14 @@ def simulate(options: argparse.Namespace) -> int:
         true_output_len=workload.output_len,
         sample_share=options.sample_share,
     )
+    best = found.best_of(found.runs)
     report = Report(
         job=job.title,
         machine=MachineInfo(name, device, options.tp),
         forecast=found,
-        left_out=_too_large(workload, found.too_large, machine),
-        chosen=found.best,
-        verdict=f"auto chooses {found.best}",
+        left_out=_too_large(workload, found.job.too_large, machine),
+        chosen=best,
+        verdict=f"auto chooses {best}",
         lengths=f"true lengths; the orders use estimates learnt from "
         f"{found.num_sampled:,} answers",
         gpu_price=options.price_per_gpu_hour,

@@ -51,7 +51,7 @@ def answer(report: Report) -> str:
     """The prediction in three lines: time, money, advice; and others if prompts share text
     that stands late, or if requests are left out."""
     runs, machine = report.forecast.runs, report.machine
-    run = report.policy_figures(runs[report.chosen].simulation)
+    run = report.policy_figures(runs[report.chosen])
     rates = "costs of timed steps"
     if not machine.calibrated:
         rates = "not calibrated: `sglang-batch calibrate`, or a run, measures the rates"
@@ -60,7 +60,7 @@ def answer(report: Report) -> str:
         cost = (
             f"${run['dollars']:,.2f} at ${report.gpu_price:g} an hour for each device"
         )
-    slowest = max(each.simulation.seconds for each in runs.values())
+    slowest = max(each.seconds for each in runs.values())
     advice = _conclusion(report)
     if len(runs) == 1:
         advice = "leave out --policy to compare all orders."
@@ -204,7 +204,7 @@ def _bound_rows(report: Report) -> list[Row]:
 
 def _policies(report: Report) -> str:
     f = report.forecast
-    slowest = max(run.simulation.seconds for run in f.runs.values())
+    slowest = max(run.seconds for run in f.runs.values())
     unit = time_unit(slowest)
     header = (
         "  policy", f"time ({unit.name})", "tokens/s", "cache hits", "of possible", "steps",
@@ -212,7 +212,7 @@ def _policies(report: Report) -> str:
     )  # fmt: skip
     lines = [header]
     for name in f.ranking:
-        run = report.policy_figures(f.runs[name].simulation)
+        run = report.policy_figures(f.runs[name])
         possible = run["share_of_optimal_sharing"]
         lines.append(
             (
@@ -234,7 +234,7 @@ def _policies(report: Report) -> str:
 def _conclusion(report: Report) -> str:
     """The verdict, and how much faster or slower the chosen policy is than others."""
     f = report.forecast
-    seconds = {name: run.simulation.seconds for name, run in f.runs.items()}
+    seconds = {name: run.seconds for name, run in f.runs.items()}
     others = [name for name in f.ranking if name != report.chosen]
     if not others:
         return f"{report.verdict}."
@@ -375,7 +375,7 @@ def show(report: Report, options: argparse.Namespace) -> int:
         in_full = getattr(options, "all", True) or measured is not None
         print(table(report) if in_full else answer(report))
         if measured is not None:
-            chosen = report.forecast.runs[report.chosen].simulation
+            chosen = report.forecast.runs[report.chosen]
             print(f"\n{measured_table(measured, report.chosen, chosen)}")
     return _draw(measured or report, options.plot)
 

@@ -165,11 +165,11 @@ def test_the_forecast_is_that_of_the_plan_a_run_makes() -> None:
     machine = Machine(cost, EngineLimits(kv_capacity_tokens=6000))
     found = forecast(requests, machine, PAGED_ORDERS, OrderSettings())
     job = Candidates(requests, machine, OrderSettings())
-    made = {policy: job.run(policy).simulation for policy in PAGED_ORDERS}
-    assert found.best == best(made)
-    assert found.too_large.tolist() == job.too_large.tolist()
+    made = {policy: job.run(policy) for policy in PAGED_ORDERS}
+    assert found.best_of(made) == best(made)
+    assert found.job.too_large.tolist() == job.too_large.tolist()
     for policy, run in found.runs.items():
-        assert run.simulation.seconds == made[policy].seconds
+        assert run.seconds == made[policy].seconds
 
 
 def test_the_plot_is_a_picture(

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -80,10 +80,7 @@ class RayWorker:
         return self._failure or str(ray.get_runtime_context().get_node_id())
 
     def call(self, name: str, data: bytes) -> bytes:
-        answer: bytes = self._do(self._host.call(name, data))
-        return answer
-
-    def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        work = self._host.call(name, data)
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _leave(self, *_: object) -> None:

@@ -249,7 +249,7 @@ class Chooser:
         true = None if self._true is None else self._true[shard]
         job = self._candidates(self._requests.take(shard), true, machine)
         policies = POLICIES if self._exponent > 1 else POLICIES[:1]
-        runs = {policy: job.run(policy).simulation for policy in policies}
+        runs = {policy: job.run(policy) for policy in policies}
         policy = best(runs)
         return SimulatedWay(box, outlook, runs[policy].seconds, policy, runs[policy])
 

@@ -72,26 +72,14 @@ class RequestMix:
     """Requests by their means, in tokens.
 
     input_len, output_len: of a request.
-    computed: tokens of its prompt that are not in the cache. None: all.
-    held: KV that it holds of its own. None: the prompt and half of the answer.
+    computed: tokens of its prompt that are not in the cache.
+    held: KV of its own, on average over its steps.
     """
 
     input_len: float
     output_len: float
-    computed: float | None = None
-    held: float | None = None
-
-    @property
-    def new_tokens(self) -> float:
-        """Prompt tokens to compute."""
-        return self.input_len if self.computed is None else self.computed
-
-    @property
-    def held_tokens(self) -> float:
-        """KV of a request of its own, on average over its steps."""
-        if self.held is not None:
-            return self.held
-        return self.input_len + self.output_len / 2
+    computed: float
+    held: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +119,17 @@ def steady_state(
     kv_tokens = rank_kv_tokens(model, hardware, parallel, mem_fraction)
     steps = max(mix.output_len, 1.0)
     # Each step computes the prompts of as many requests as end.
-    per_row = 1.0 + mix.new_tokens / steps
+    per_row = 1.0 + mix.computed / steps
     rows = min(
-        kv_tokens / max(mix.held_tokens, 1.0),
+        kv_tokens / max(mix.held, 1.0),
         max_rows,
         step_tokens * parallel.pp / per_row,
     )
     rows = max(rows, 1.0)
     batch = rows / parallel.pp
     begun = batch / steps
-    before = mix.input_len - mix.new_tokens
-    pairs = mix.new_tokens * before + mix.new_tokens**2 / 2
+    before = mix.input_len - mix.computed
+    pairs = mix.computed * before + mix.computed**2 / 2
     length = mix.input_len + mix.output_len / 2
     work = StepWork.of(
         batch * per_row,

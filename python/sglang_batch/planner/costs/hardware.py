@@ -171,7 +171,6 @@ def hardware(
     *,
     compute_flops: float | None = None,
     bandwidth_bytes_per_s: float | None = None,
-    memory_bytes: int | None = None,
 ) -> HardwareSpec:
     """A device of the table by any common spelling, with measured figures if given, which
     are reached in full. ``fp8_flops`` is scaled by the same factor as ``compute_flops``.
@@ -183,13 +182,12 @@ def hardware(
     if spec is None:
         raise ConfigError(
             f"hardware={name!r} is not known; choose one of {', '.join(HARDWARE)}, "
-            "the nearest of them with measured figures for compute_flops, "
-            "bandwidth_bytes_per_s and memory_bytes if need be."
+            "the nearest of them with measured figures for compute_flops and "
+            "bandwidth_bytes_per_s if need be."
         )
     given = {
         "compute_flops": compute_flops,
         "bandwidth_bytes_per_s": bandwidth_bytes_per_s,
-        "memory_bytes": memory_bytes,
     }
     changes: dict[str, Any] = {k: x for k, x in given.items() if x is not None}
     if compute_flops is not None:

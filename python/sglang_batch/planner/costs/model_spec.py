@@ -371,10 +371,13 @@ def _count(
     window = integer(config, "sliding_window") if num_windows else 0
     feed_forward = FeedForward.of(config, num_layers, bits)
     hidden, vocab = integer(config, "hidden_size"), integer(config, "vocab_size")
-    embedding = vocab * hidden
-    if not _tied(config):
-        embedding *= 2
-    norms = _layer_norms(config) * num_layers + hidden
+    family = str(config.get("model_type", ""))
+    # Whether one table is both the embedding and the output matrix.
+    tied = config.get("tie_word_embeddings", family.startswith(("gemma", "cohere")))
+    embedding = vocab * hidden * (1 if tied else 2)
+    # Before (and after) a layer's two halves.
+    layer_norms = 4 if family.startswith(("gemma2", "gemma3")) else 2
+    norms = (layer_norms * num_layers + 1) * hidden
     mixers = attention.params * num_attention + recurrent.params * num_recurrent
     num_params = embedding + norms + mixers + feed_forward.params
     stored_bits = (
@@ -394,7 +397,6 @@ def _count(
         expert_layers=feed_forward.expert_layers,
         decode_flops_per_kv_token=attention.decode_flops * kinds.count(FULL),
     )
-    family = str(config.get("model_type", ""))
     return ModelSpec(
         num_params=num_params,
         num_active_params=num_params - feed_forward.idle_params,
@@ -428,20 +430,6 @@ def _recurrent_matrices(
     return (
         Matrix(hidden, outputs, count, Split.COLUMNS, bits.attention, bits.rate_bits),
     )
-
-
-def _layer_norms(config: Config) -> int:
-    """Parameters of the norms before (and after) a layer's two halves."""
-    family = str(config.get("model_type", ""))
-    norms = 4 if family.startswith(("gemma2", "gemma3")) else 2
-    return norms * integer(config, "hidden_size")
-
-
-def _tied(config: Config) -> bool:
-    """Whether one table is both the embedding and the output matrix."""
-    family = str(config.get("model_type", ""))
-    by_default = family.startswith(("gemma", "cohere"))
-    return bool(config.get("tie_word_embeddings", by_default))
 
 
 def text_config(config: Config) -> Config:

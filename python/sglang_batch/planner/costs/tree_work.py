@@ -66,31 +66,20 @@ def decode_step_moments(
 
 
 def planned_work(
-    tree: PrefixTree,
-    cost: CostModel,
-    est_output_len: Floats,
-    est_output_len_sq: Floats,
-    *,
-    as_sglang: bool = False,
+    tree: PrefixTree, cost: CostModel, steps: Floats, steps_sq: Floats, least: int = 1
 ) -> tuple[float, float]:
     """Estimated compute and memory time of the whole job, in seconds.
 
     Args:
-        est_output_len, est_output_len_sq: float64 ``[n]`` by request, both moments.
-        as_sglang: whether the first output token comes with the prompt.
+        steps, steps_sq: float64 ``[n]`` by request, both moments of its decode steps.
+        least: steps that a request takes.
     """
-    least = 1
-    if as_sglang:
-        est_output_len, est_output_len_sq = decode_step_moments(
-            est_output_len, est_output_len_sq
-        )
-        least = 0
-    lengths = est_output_len[tree.order]
+    lengths = steps[tree.order]
     computed = tree.num_unique_tokens + np.maximum(least, np.rint(lengths)).sum()
     compute = computed * cost.token_time_s + attended(tree) * cost.attention_time_s
     compute += _encoder_s(tree, cost)
     reads = read_len(tree, cost)
-    memory = cost.memory_time_s(reads, lengths, est_output_len_sq[tree.order])
+    memory = cost.memory_time_s(reads, lengths, steps_sq[tree.order])
     return float(compute), float(memory.sum())
 
 

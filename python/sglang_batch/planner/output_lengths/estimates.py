@@ -27,15 +27,21 @@ there is an answer (:func:`prior_output_len`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...errors import InputError
 from ..compiled import jit
 from ..prefixes.prefix_tree import PrefixTree
-from ..requests import UNKNOWN, Bools, Floats, Int32s, Int64s, PlanRequests
+from ..requests import (
+    UNKNOWN,
+    Bools,
+    Floats,
+    Int32s,
+    Int64s,
+    PlanRequests,
+    sums_before,
+)
 
 
 def completed(
@@ -101,8 +107,6 @@ def _completed(value: Floats, running: Bools, excess: float) -> tuple[Floats, Fl
 # A parent's mean counts as much as this many answers when a child's is shrunk to it.
 SHRINKAGE = 2.0
 
-Number = TypeVar("Number", np.int64, np.float64)
-
 
 @jit
 def strata(parent: Int32s, leaf_parent: Int32s, counted: Bools, least: float) -> Int32s:
@@ -156,13 +160,6 @@ def node_means(
         else:
             mean[node] = default
     return mean
-
-
-def sums_before(values: NDArray[Number]) -> NDArray[Number]:
-    """The sum of all values before each index, and of all values, ``[n + 1]``."""
-    result = np.zeros(len(values) + 1, values.dtype)
-    np.cumsum(values, out=result[1:])
-    return result
 
 
 # Observed answers that make a subtree a stratum of its own.

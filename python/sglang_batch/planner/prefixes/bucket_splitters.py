@@ -16,7 +16,7 @@ import numpy as np
 
 from ...errors import ConfigError
 from ..compiled import jit_without_gil
-from ..requests import Floats, Int32s, Int64s
+from ..requests import Floats, Int32s, Int64s, sums_before
 from .prefix_sort import sort_prompts
 
 _SAMPLED_PER_BUCKET = 1000
@@ -67,14 +67,12 @@ def choose_splitters(tokens: Int32s, offsets: Int64s, num_buckets: int) -> Split
     order, lcp = sort_prompts(tokens, offsets)
     price = np.where(lcp < np.diff(offsets)[order], lcp, np.inf)
     cuts = _cuts(price, max(len(order) // num_buckets, 1))
-    ends = np.zeros(len(cuts) + 1, np.int64)
-    np.cumsum(lcp[cuts] + 1, out=ends[1:])
     parts = [
         tokens[first : first + length + 1]
         for first, length in zip(offsets[order[cuts]], lcp[cuts], strict=True)
     ]
     none = np.zeros(0, np.int32)
-    return Splitters(np.concatenate([none, *parts]), ends)
+    return Splitters(np.concatenate([none, *parts]), sums_before(lcp[cuts] + 1))
 
 
 def _cuts(price: Floats, most: int) -> Int64s:

@@ -19,6 +19,7 @@ from ..requests import (
     Floats,
     Int32s,
     Int64s,
+    sums_before,
 )
 from .prefix_sort import sort_prompts
 
@@ -112,8 +113,7 @@ class PrefixTree:
     def _unique_below(self, input_len: Int32s, lcp: Int32s) -> Int64s:
         if self.num_requests == 0:
             return np.zeros(self.num_nodes, np.int64)
-        new = np.zeros(self.num_requests + 1, np.int64)
-        np.cumsum(input_len - lcp, out=new[1:])
+        new: Int64s = sums_before(input_len - lcp)
         # The first leaf shares lcp tokens with a leaf outside the node. They are not new
         # in the whole order, but they are new below this node.
         return new[self.leaf_end] - new[self.leaf_begin] + lcp[self.leaf_begin]
@@ -123,8 +123,7 @@ class PrefixTree:
 
         As differences of running sums: rounding errors are relative to the sum over all leaves.
         """
-        running = np.zeros(len(values) + 1)
-        np.cumsum(values, out=running[1:])
+        running: Floats = sums_before(values)
         return running[self.leaf_end] - running[self.leaf_begin]
 
     @property

@@ -141,19 +141,20 @@ def simulate(
         est_output_len = output_len.astype(np.float64)
     if est_output_len_sq is None:
         est_output_len_sq = est_output_len**2
+    # In the textbook engine, each output token takes a decode step.
+    steps, steps_sq, least = est_output_len, est_output_len_sq, 1
+    if limits.as_sglang:
+        steps, steps_sq = decode_step_moments(steps, steps_sq)
+        least = 0
     n = tree.num_requests
     state = make_state(n)
     state["compute_planned"], state["kv_read_planned"] = planned_work(
-        tree, cost, est_output_len, est_output_len_sq, as_sglang=limits.as_sglang
+        tree, cost, steps, steps_sq, least
     )
     requests = _requests(tree, cost, limits, output_len, max_new_tokens)
     if order.lengths is not None:
         requests["key"] = order.lengths.key[tree.order]
         requests["family"] = order.lengths.family[tree.order]
-    # In the textbook engine, each output token takes a decode step.
-    steps, steps_sq = est_output_len, est_output_len_sq
-    if limits.as_sglang:
-        steps, steps_sq = decode_step_moments(steps, steps_sq)
     requests["est_decode_steps_mean"] = steps[tree.order]
     requests["est_decode_steps_sq"] = steps_sq[tree.order]
     eviction = PLANNED if limits.plan_aware_eviction else LRU

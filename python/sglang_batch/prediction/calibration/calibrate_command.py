@@ -12,13 +12,13 @@ import statistics
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...config import OfflineBatchConfig
 from ...errors import ConfigError, EngineError, ExitStatus, SGLangBatchError
@@ -265,24 +265,19 @@ class _Calibration:
                 on_cpu=key.device == "cpu",
             )
             sizes = chosen_sizes(room, self._rows, self._tokens)
-            measured = loop.run_until_complete(
-                self._until_stopped(timer, key, sizes, mixes(room, timer.vocab_size))
-            )
+            work = self._measure(timer, key, sizes, mixes(room, timer.vocab_size))
+            measured = loop.run_until_complete(self._until_stopped(work))
         if measured is None:
             raise KeyboardInterrupt
         return measured
 
     async def _until_stopped(
-        self,
-        timer: DecodeTimer,
-        key: RowShareKey,
-        sizes: Sizes,
-        mixed: Sequence[Mix],
+        self, work: Coroutine[Any, Any, Measurement]
     ) -> Measurement | None:
         """The measurement, or None if a signal came."""
         stop = asyncio.Event()
         with self._signals.setting(stop, lambda: None):
-            return await until_stopped(self._measure(timer, key, sizes, mixed), stop)
+            return await until_stopped(work, stop)
 
     async def _measure(
         self,

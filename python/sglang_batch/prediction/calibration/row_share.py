@@ -159,13 +159,11 @@ def fit_row_share(points: Sequence[StepPoint]) -> RowShare:
     as_good = fits.squares <= fits.squares[best] + _AS_GOOD * noise**2
     least, most = fits.row_share[as_good].min(), fits.row_share[as_good].max()
     # Without attention a step takes the same time whatever the lengths.
-    gained = _squares_without_attention(measured, importance) - fits.squares[best]
-    no_attention = gained <= 2 * _AS_GOOD * noise**2
+    weight = _weight(measured, importance)
+    mean = float(np.average(measured.seconds, weights=weight))
+    gained = weight @ (measured.seconds - mean) ** 2 - fits.squares[best]
     below, above = least <= ratios[0], most >= ratios[-1]
-    if no_attention:
-        mean = float(
-            np.average(measured.seconds, weights=_weight(measured, importance))
-        )
+    if gained <= 2 * _AS_GOOD * noise**2:
         return RowShare(0.0, Finding.NOTHING, 0.0, math.inf, mean, 0.0, noise)
     chosen, finding = best, Finding.MEASURED
     if below:
@@ -272,9 +270,3 @@ def _importance(measured: _Columns, fits: _Fits, best: int) -> Floats:
     # 1.4826 medians are a standard deviation, which outliers do not raise.
     scale = max(1.4826 * float(np.median(distance)), _LEAST_NOISE)
     return np.minimum(1.0, _OUTLIER * scale / np.maximum(distance, 1e-12))
-
-
-def _squares_without_attention(measured: _Columns, importance: Floats) -> float:
-    weight = _weight(measured, importance)
-    mean = (weight @ measured.seconds) / weight.sum()
-    return float(weight @ (measured.seconds - mean) ** 2)

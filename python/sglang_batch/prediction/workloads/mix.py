@@ -16,7 +16,14 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...planner.compiled import jit
-from ...planner.requests import UNKNOWN, Floats, Int32s, Int64s, PlanRequests
+from ...planner.requests import (
+    UNKNOWN,
+    Floats,
+    Int32s,
+    Int64s,
+    PlanRequests,
+    sums_before,
+)
 from .sources import (
     BURSTGPT,
     MAX_INPUT_LEN,
@@ -26,7 +33,6 @@ from .sources import (
     Source,
     draw_sample,
     lognormal_lengths,
-    offsets_of,
     random_tokens,
 )
 
@@ -133,7 +139,7 @@ def combine(workloads: Sequence[Workload], seed: int) -> Workload:
         raise ConfigError("There are no workloads to combine; give one or more.")
     lengths = np.concatenate([np.diff(each.requests.offsets) for each in workloads])
     order = np.random.default_rng(seed).permutation(len(lengths))
-    offsets = offsets_of(lengths[order])
+    offsets = sums_before(lengths[order])
     begin = np.empty(len(lengths), dtype=np.int64)
     begin[order] = offsets[:-1]
     tokens = np.empty(int(offsets[-1]), dtype=np.int32)
@@ -206,7 +212,7 @@ def assemble(
     output_len, fixed = output_len[order], fixed[order]
     requests = PlanRequests(
         random_tokens(lengths.ravel(), keys.ravel(), seeds),
-        offsets_of(lengths.sum(axis=1)),
+        sums_before(lengths.sum(axis=1)),
         np.where(fixed, output_len, caps[order].astype(np.int32)),
         np.where(fixed, output_len, np.int32(UNKNOWN)),
     )

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...planner.compiled import jit
-from ...planner.requests import Floats, Int32s, Int64s
+from ...planner.requests import Floats, Int32s, Int64s, sums_before
 
 UInt64s = NDArray[np.uint64]
 
@@ -102,20 +102,13 @@ def _shared_by_chance(sizes: Floats) -> Floats:
     return sizes - distinct
 
 
-def offsets_of(lengths: Int32s | Int64s) -> Int64s:
-    """The begin of each of ``n`` runs and the end of the last, int64 ``[n + 1]``."""
-    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
-
-
 def random_tokens(
     lengths: Int32s | Int64s, keys: Int64s, seeds: np.random.SeedSequence
 ) -> Int32s:
     """Consecutive runs of random token ids, int32 ``[sum(lengths)]``: run ``k`` has
     ``lengths[k]`` ids that depend only on ``keys[k]``, their position in the run and the
     seed."""
-    offsets = offsets_of(lengths)
+    offsets = sums_before(lengths)
     tokens = np.empty(int(offsets[-1]), dtype=np.int32)
     seed = seeds.generate_state(1, np.uint64)[0]
     _fill(tokens, offsets, keys.astype(np.uint64), seed)

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import ConfigError, InputError
-from ...planner.requests import UNKNOWN, Int64s, PlanRequests
+from ...planner.requests import UNKNOWN, Int64s, PlanRequests, sums_before
 from .mix import Workload, seeds_of
-from .sources import offsets_of, random_tokens
+from .sources import random_tokens
 
 CONTEXT_LEN = 131_072
 """Most tokens of a request, input and output together, as with Llama 3.1."""
@@ -80,7 +80,7 @@ def read_trace(
     lengths, keys = _runs(input_len, [row[2] for row in rows])
     requests = PlanRequests(
         random_tokens(lengths, keys, seeds_of(seed, path.stem)),
-        offsets_of(input_len),
+        sums_before(input_len),
         np.full(len(rows), cap, dtype=np.int32),
         np.full(len(rows), UNKNOWN, dtype=np.int32),
     )

@@ -31,7 +31,6 @@ from sglang_batch.config import AUTO, OfflineBatchConfig
 from sglang_batch.job.answer_feedback import AnswerFeedback
 from sglang_batch.job.job_planner import JobPlanner
 from sglang_batch.job.job_shards import JobProgress
-from sglang_batch.planner.costs.bounds import with_law
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.costs.hardware import Parallelism, hardware
 from sglang_batch.planner.costs.model_spec import ModelSpec
@@ -267,7 +266,7 @@ def make_shape(name: str, random: Generator, base: CostModel, largest: int) -> S
     capacity = int(
         np.exp(random.uniform(np.log(1.2 * least), np.log(1.2 * max(most, least))))
     )
-    cost = with_law(base, float(random.choice(LAWS)))
+    cost = replace(base, interference_exponent=float(random.choice(LAWS)))
     limits = EngineLimits(
         min(capacity, 450_000) if capacity > least else least, as_sglang=True
     )

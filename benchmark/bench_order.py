@@ -33,7 +33,7 @@ from report import Figure, add_save, finish, print_figures, print_table
 from tqdm import tqdm
 
 from sglang_batch.config import POLICY_TABLE
-from sglang_batch.planner.costs.bounds import Bounds, lower_bounds, with_law
+from sglang_batch.planner.costs.bounds import Bounds, lower_bounds
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.costs.tree_work import leaf_work
 from sglang_batch.planner.machine_model import EngineLimits
@@ -276,7 +276,7 @@ def traces(cost: CostModel, num_requests: int, seed: int) -> list[Figure]:
         name = f"trace {number} ({density}, {sharing})"
         job = Job.of(name, make_blend(density, sharing, num_requests, seed), cost, seed)
         for law, exponent in LAWS.items():
-            under = with_law(cost, exponent)
+            under = replace(cost, interference_exponent=exponent)
             bound = job.bounds(under)
             ours, paper = (
                 dual_scan(job, cost=under),
@@ -336,7 +336,7 @@ def long_documents(cost: CostModel, scale: float, seed: int) -> list[Figure]:
         )  # fmt: skip
         job = Job.of(name, workload, cost, seed)
         for law, exponent in LAWS.items():
-            under = with_law(cost, exponent)
+            under = replace(cost, interference_exponent=exponent)
             bound = job.bounds(under).tightest_s
             ours, taken = dual_scan(job, cost=under), auto(job, under)
             runs = [best_of(job, policy, under) for policy in BASELINES]
@@ -373,7 +373,7 @@ def grid(cost: CostModel, num_requests: int, seed: int) -> list[Figure]:
         workload = make_blend(density, sharing, num_requests, seed)
         job = Job.of("", workload, cost, seed)
         for law in GRID_LAWS:
-            under = with_law(cost, LAWS[law])
+            under = replace(cost, interference_exponent=LAWS[law])
             bound = job.bounds(under).tightest_s
             ours, taken = dual_scan(job, cost=under), auto(job, under)
             runs = {policy: best_of(job, policy, under) for policy in BASELINES}

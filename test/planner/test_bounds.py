@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_jobs import Job, build, jobs, run, unit_cost
 
-from sglang_batch.planner.costs.bounds import Bounds, lower_bounds, with_law
+from sglang_batch.planner.costs.bounds import Bounds, lower_bounds
 from sglang_batch.planner.costs.cost_model import CostModel
 
 # A token takes 1 s to compute, its KV 10 s to read, without overlap.
@@ -81,7 +81,7 @@ def test_every_step_reads_the_weights() -> None:
     [(1.0, 203), (2.0, (8**2 + 195**2) ** 0.5), (np.inf, 195)],
 )
 def test_under_another_law(exponent: float, seconds: float) -> None:
-    cost = with_law(unit_cost(attention_time_s=0.0), exponent)
+    cost = replace(unit_cost(attention_time_s=0.0), interference_exponent=exponent)
     assert cost.interference_exponent == exponent
     bounds = bounds_of([(4,) * 5], [3], cost=cost)
     assert bounds.law_s == pytest.approx(seconds)
@@ -113,7 +113,9 @@ def test_no_schedule_beats_them_under_any_law(
     job: Job, exponent: float, as_sglang: bool
 ) -> None:
     limits = replace(job.limits, as_sglang=as_sglang)
-    job = replace(job, cost=with_law(job.cost, exponent), limits=limits)
+    job = replace(
+        job, cost=replace(job.cost, interference_exponent=exponent), limits=limits
+    )
     done = run(job)
     bounds = lower_bounds(
         job.tree,

@@ -54,8 +54,7 @@ def test_placeholders_are_counted_along_the_tree(
         if not of_leaf:
             continue
         if tree.media is None:
-            assert not any(map(count, prompts))
-            assert not each.unique_media_below().any()
+            assert not any(map(count, prompts)) and each.media is None
             continue
         assert each.media is not None
         assert each.media.input_len.tolist() == [count(p) for p in of_leaf]
@@ -68,7 +67,7 @@ def test_placeholders_are_counted_along_the_tree(
             sum(p[-1] >= FIRST_PLACEHOLDER for p in prefixes(of_leaf[begin:end]))
             for begin, end in zip(each.leaf_begin, each.leaf_end, strict=True)
         ]
-        assert each.unique_media_below().tolist() == below
+        assert each.unique_below(*each.media).tolist() == below
 
 
 @given(PROMPTS)

@@ -130,7 +130,10 @@ def test_counts_and_ratio(prompts: list[Prompt]) -> None:
 def test_sums_below_each_node(prompts: list[Prompt]) -> None:
     tree = build(prompts)
     values = np.arange(1.0, len(prompts) + 1) ** 2
-    unique, sums = tree.unique_tokens_below(), tree.subtree_sums(values)
+    unique, sums = (
+        tree.unique_below(tree.input_len, tree.lcp),
+        tree.subtree_sums(values),
+    )
     assert (unique.dtype, sums.dtype) == (np.int64, np.float64)
     assert len(unique) == len(sums) == tree.num_nodes
     for node in range(tree.num_nodes):
@@ -189,7 +192,7 @@ def test_no_requests() -> None:
     tree = build([])
     assert_is_expected(tree, [])
     assert (tree.num_requests, tree.num_nodes, tree.num_tokens) == (0, 1, 0)
-    assert tree.unique_tokens_below().tolist() == [0]
+    assert tree.unique_below(tree.input_len, tree.lcp).tolist() == [0]
     assert tree.subtree_sums(np.empty(0)).tolist() == [0.0]
     check_prefix_tree(tree, *as_arrays([]))
 

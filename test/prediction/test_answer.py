@@ -14,17 +14,15 @@ def report(
     *, calibrated: bool = False, price: float | None = None, **seconds: float
 ) -> Any:
     """A prediction of 2,000 requests with the seconds of each policy, dfs chosen."""
-    runs = {
-        name: SimpleNamespace(seconds=value)
-        for name, value in seconds.items()
-    }
+    runs = {name: SimpleNamespace(seconds=value) for name, value in seconds.items()}
     ranking = sorted(seconds, key=lambda name: seconds[name])
     tree = SimpleNamespace(num_requests=2000, num_unique_tokens=1000)
+    job = SimpleNamespace(tree=tree)
     cost = {} if price is None else {"dollars": price}
     return SimpleNamespace(
         chosen="dfs",
         verdict="auto chooses dfs",
-        forecast=SimpleNamespace(runs=runs, ranking=ranking, tree=tree),
+        forecast=SimpleNamespace(runs=runs, ranking=ranking, job=job),
         machine=MachineInfo("m", hardware("cpu"), 1, "", calibrated),
         left_out=[],
         late_tokens=0,
@@ -64,7 +62,9 @@ def test_requests_that_are_left_out_are_named() -> None:
 def test_text_that_stands_late_is_named_with_its_cost() -> None:
     found = report(dfs=100.0)
     found.late_tokens = 400
-    found.forecast.machine = SimpleNamespace(cost=SimpleNamespace(token_time_s=0.01))
+    found.forecast.job.machine = SimpleNamespace(
+        cost=SimpleNamespace(token_time_s=0.01)
+    )
     (said,) = answer(found).splitlines()[3:]
     assert said.startswith("Late text: about 400 tokens that many prompts have stand")
     assert "save 4.000 s" in said

@@ -98,8 +98,6 @@ def work_s(cost: CostModel, usage: Usage) -> float:
 
 
 class WorkerStatus(Enum):
-    """What a worker is doing."""
-
     STARTING = "starting"
     RUNNING = "running"
     LEAVING = "leaving"

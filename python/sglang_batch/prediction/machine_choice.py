@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -166,11 +167,9 @@ class ChoiceReport:
     def ranked(self) -> list[SimulatedWay]:
         """The choice of each box, cheapest first, or fastest without prices."""
         found = [x.chosen for x in self.boxes if x.chosen is not None]
-        return sorted(found, key=self._rank)
-
-    def _rank(self, choice: SimulatedWay) -> tuple[float, float]:
-        price = float("inf") if choice.price is None else choice.price
-        return price, choice.seconds
+        return sorted(
+            found, key=lambda x: (math.inf if x.price is None else x.price, x.seconds)
+        )
 
     @property
     def tokens(self) -> int:

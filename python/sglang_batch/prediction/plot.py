@@ -91,8 +91,8 @@ def plot(report: Report, path: Path) -> None:
             first.set_ylabel(name)
             first.legend(loc=place, ncols=2)
         figure.suptitle(
-            f"{_beginning(report.job)}: {forecast.tree.num_requests:,} requests, "
-            f"{forecast.tree.num_tokens:,} prompt tokens\n"
+            f"{_beginning(report.job)}: {forecast.job.tree.num_requests:,} requests, "
+            f"{forecast.job.tree.num_tokens:,} prompt tokens\n"
             f"{_end(report.machine.model)} on {report.machine.devices}",
             x=0.01, ha="left", fontsize=13, fontweight="bold",
         )  # fmt: skip
@@ -132,7 +132,7 @@ def _draw_cached_shares(axes: Any, report: Report) -> None:
     shares = [
         forecast.runs[name].achieved_prefix_sharing_ratio for name in forecast.ranking
     ]
-    possible = forecast.tree.prefix_sharing_ratio
+    possible = forecast.job.tree.prefix_sharing_ratio
     labels = [f"{share:.1%}" for share in shares]
     line = f"a perfect cache: {possible:.1%}"
     _draw_bars(axes, report, shares, labels, (possible, line))

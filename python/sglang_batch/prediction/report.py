@@ -21,7 +21,7 @@ from ..planner.ordering.order import OrderSettings
 from ..planner.output_lengths.estimates import Observed
 from ..planner.output_lengths.sample import choose_sample
 from ..planner.plan import Candidates, best
-from ..planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
+from ..planner.prefixes.prefix_tree import build_prefix_tree
 from ..planner.requests import Floats, Int32s, PlanRequests
 from ..planner.simulator.simulator import Simulation
 from ..scheduling.step_record import Steps, summarize
@@ -127,14 +127,14 @@ class Report:
         return {
             "name": self.job,
             "lines": self.num_lines,
-            "requests": f.tree.num_requests,
+            "requests": f.job.tree.num_requests,
             "merged": self.num_merged,
             "left_out": [asdict(each) for each in self.left_out],
-            "prompt_tokens": f.tree.num_tokens,
-            "unique_prompt_tokens": f.tree.num_unique_tokens,
+            "prompt_tokens": f.job.tree.num_tokens,
+            "unique_prompt_tokens": f.job.tree.num_unique_tokens,
             "unique_prompt_tokens_in_own_order": self.own_order_tokens,
             "late_shared_tokens": self.late_tokens,
-            "prefix_sharing_ratio": f.tree.prefix_sharing_ratio,
+            "prefix_sharing_ratio": f.job.tree.prefix_sharing_ratio,
             "expected_output_tokens": f.output_tokens,
             "simulated_output_tokens": int(f.job.output_len.sum(dtype=np.int64)),
             "output_lengths_from": self.lengths,
@@ -149,7 +149,7 @@ class Report:
         }
 
     def machine_figures(self) -> dict[str, Any]:
-        cost, limits = self.forecast.machine.cost, self.forecast.machine.limits
+        cost, limits = self.forecast.job.machine.cost, self.forecast.job.machine.limits
         return {
             "model": self.machine.model,
             "hardware": self.machine.hardware.name,
@@ -163,7 +163,7 @@ class Report:
         }
 
     def policy_figures(self, run: Simulation) -> dict[str, Any]:
-        best = self.forecast.tree.prefix_sharing_ratio
+        best = self.forecast.job.tree.prefix_sharing_ratio
         kept = run.achieved_prefix_sharing_ratio
         cost = {}
         if self.gpu_price is not None:
@@ -221,7 +221,6 @@ class TimeUnit(NamedTuple):
         return significant(seconds / self.seconds)
 
     def text(self, seconds: float) -> str:
-        """A time in this unit."""
         return f"{self.number(seconds)} {self.name}"
 
 
@@ -289,15 +288,6 @@ class Forecast:
     density: float
     bounds: Bounds
     runs: dict[str, Simulation]
-
-    @property
-    def machine(self) -> Machine:
-        return self.job.machine
-
-    @property
-    def tree(self) -> PrefixTree:
-        """Of the requests that fit, renumbered from 0."""
-        return self.job.tree
 
     @property
     def ranking(self) -> list[str]:

@@ -66,7 +66,7 @@ def answer(report: Report) -> str:
         advice = "leave out --policy to compare all orders."
     elif slowest <= 1.01 * run["seconds"]:
         advice = f"{report.verdict}; the others are within 1 %."
-    num = report.forecast.tree.num_requests
+    num = report.forecast.job.tree.num_requests
     left_out = [": ".join(filter(None, row)) for row in _left_out_rows(report.left_out)]
     return "\n".join(
         [
@@ -81,7 +81,6 @@ def answer(report: Report) -> str:
 
 
 def table(report: Report) -> str:
-    """The whole report."""
     machine = report.machine
     note = f" ({machine.hardware_note})" if machine.hardware_note else ""
     name = f"{machine.model} on {machine.devices}{note}"
@@ -149,13 +148,13 @@ def _kv_reads(report: Report) -> str:
     f = report.forecast
     unit = time_unit(f.kv_read_s)
     alone, shared = unit.text(f.kv_read_s), unit.text(f.kv_read_shared_s)
-    if f.machine.cost.shared_kv_read_once:
+    if f.job.machine.cost.shared_kv_read_once:
         return f"{shared}  ({alone} without shared-prefix attention)"
     return f"{alone}  ({shared} with shared-prefix attention)"
 
 
 def _machine_rows(report: Report) -> list[Row]:
-    cost, limits = report.forecast.machine.cost, report.forecast.machine.limits
+    cost, limits = report.forecast.job.machine.cost, report.forecast.job.machine.limits
     rows = [
         ("KV capacity", f"{limits.kv_capacity_tokens:,} tokens"),
         ("step size", f"at most {limits.step_tokens:,} tokens"),
@@ -176,7 +175,7 @@ def _machine_rows(report: Report) -> list[Row]:
 
 
 def _bound_rows(report: Report) -> list[Row]:
-    b, cost = report.forecast.bounds, report.forecast.machine.cost
+    b, cost = report.forecast.bounds, report.forecast.job.machine.cost
     exponent = cost.interference_exponent
     weights = f"with the weights, read in {b.min_steps:,} steps"
     note = weights if cost.weight_read_time_s else ""
@@ -246,10 +245,10 @@ def _conclusion(report: Report) -> str:
 
 
 def _late_rows(report: Report) -> list[Row]:
-    late, tree = report.late_tokens, report.forecast.tree
+    late, tree = report.late_tokens, report.forecast.job.tree
     if late < LATE_SHARE * tree.num_unique_tokens:
         return []
-    seconds = late * report.forecast.machine.cost.token_time_s
+    seconds = late * report.forecast.job.machine.cost.token_time_s
     text = (
         f"about {late:,} tokens that many prompts have stand behind text or images that "
         f"differ; in front of them, they would save {time_text(seconds)} of computing."

@@ -245,7 +245,6 @@ class RayPlace:
 
 
 def _is_gone(node: str) -> bool:
-    """Whether a node has left the cluster."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return not any(each["NodeID"] == node and each["Alive"] for each in nodes)
 

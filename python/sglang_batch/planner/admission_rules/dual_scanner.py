@@ -185,7 +185,6 @@ def _only_to_fill(state: ScanState) -> bool:
 
 @jit
 def budgets(state: ScanState) -> ScanBudgets:
-    """The budgets of one step."""
     capacity = float(state.kv_capacity)
     if state.left_open and state.right_open:
         left, right = split_kv(

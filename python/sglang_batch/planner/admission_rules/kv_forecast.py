@@ -76,7 +76,6 @@ def _pages_of(forecast: KvForecast, tokens: int) -> int:
 def _count(
     forecast: KvForecast, bucket: int, base: int, final: int, number: int
 ) -> None:
-    """Count a request ``number`` times."""
     if bucket < 0:
         forecast.short[0] += number * _pages_of(forecast, final)
         return
@@ -224,7 +223,6 @@ class PaddedForecast(NamedTuple):
 
 
 def make_padded_forecast(most_rows: int) -> PaddedForecast:
-    """An empty forecast."""
     return PaddedForecast(
         np.zeros(most_rows, np.int64),
         np.zeros(most_rows, np.int64),

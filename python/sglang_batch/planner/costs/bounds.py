@@ -64,7 +64,8 @@ def lower_bounds(
         as_sglang: whether the first output token comes with the prompt. Those bounds hold for any
             engine. False: higher ones, of an engine that takes a step for each token.
     """
-    cost = with_law(cost, max(cost.interference_exponent, cost.split_exponent))
+    exponent = max(cost.interference_exponent, cost.split_exponent)
+    cost = replace(cost, interference_exponent=exponent)
     d = output_len[tree.order].astype(np.float64)
     if as_sglang:
         d = np.maximum(d - 1.0, 0.0)
@@ -117,11 +118,6 @@ def _critical_path_s(cost: CostModel, input_len: Floats, output_len: Floats) -> 
         prompt = p * cost.token_time_s + p * p * cost.attention_time_s
         longest = max(longest, float(prompt + steps.sum()))
     return longest
-
-
-def with_law(cost: CostModel, exponent: float) -> CostModel:
-    """The same machine under another overlap law."""
-    return replace(cost, interference_exponent=exponent)
 
 
 def _kv_area(tree: PrefixTree, output_len: Floats) -> float:

@@ -28,7 +28,6 @@ class LeafWork(NamedTuple):
     memory_s: Floats
 
     def take(self, leaves: Int64s) -> LeafWork:
-        """The work at some of the leaves."""
         return LeafWork(self.decode_s[leaves], self.memory_s[leaves])
 
 
@@ -88,25 +87,22 @@ def node_work(
 ) -> tuple[Floats, Floats]:
     """Compute and memory time below each node, float64 ``[m]`` each, in seconds. A node's prefix,
     from the root on, counts once, as if no request outside shared it."""
-    prefill = tree.unique_tokens_below() * float(cost.token_time_s)
+    prefill = tree.unique_below(tree.input_len, tree.lcp) * float(cost.token_time_s)
     if cost.attention_time_s:
-        prefill += cost.attention_time_s * _attended_below(tree)
-    prefill += cost.encoder_token_time_s * tree.unique_media_below()
+        prefill += cost.attention_time_s * tree.unique_below(*_squares(tree))
+    if tree.media is not None:
+        prefill += cost.encoder_token_time_s * tree.unique_below(*tree.media)
     return prefill + tree.subtree_sums(work.decode_s), tree.subtree_sums(work.memory_s)
 
 
 def attended(tree: PrefixTree) -> float:
     """Sum of p^2 of the whole job, shared prefixes once."""
-    squares = tree.input_len.astype(np.float64) ** 2
-    return float((squares - tree.lcp.astype(np.float64) ** 2).sum())
+    squares, shared = _squares(tree)
+    return float((squares - shared).sum())
 
 
-def _attended_below(tree: PrefixTree) -> Floats:
-    """Sum of p^2 below each node, shared prefixes once, float64 ``[m]``."""
-    squares = tree.input_len.astype(np.float64) ** 2
-    shared = tree.lcp.astype(np.float64) ** 2
-    first = shared[tree.leaf_begin] if len(shared) else np.zeros(tree.num_nodes)
-    return tree.subtree_sums(squares - shared) + first
+def _squares(tree: PrefixTree) -> tuple[Floats, Floats]:
+    return tree.input_len.astype(np.float64) ** 2, tree.lcp.astype(np.float64) ** 2
 
 
 def root_density(tree: PrefixTree, cost: CostModel, work: LeafWork) -> float:

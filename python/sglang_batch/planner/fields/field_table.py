@@ -67,7 +67,6 @@ class FieldTable:
 
     @cached_property
     def edges(self) -> Edges:
-        """The values of all fields in one numbering."""
         counts = np.array([0, *map(len, self.lens)], np.int64)
         starts = np.cumsum(counts).astype(np.int32)
         none = np.zeros(0, np.int32)

@@ -56,7 +56,6 @@ class Scratch(NamedTuple):
 
 
 def scratch(num_rows: int, lens: Int32s) -> Scratch:
-    """Working memory for a table of this size."""
     return Scratch(
         lens,
         np.zeros(len(lens), np.int64),

@@ -93,7 +93,6 @@ class LengthGroups(NamedTuple):
 
 
 def make_groups() -> LengthGroups:
-    """Room for :func:`first_group` to work in."""
     return LengthGroups(
         np.zeros(BUCKETS, np.int64),
         np.zeros(BUCKETS, np.int64),

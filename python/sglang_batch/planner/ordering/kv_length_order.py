@@ -100,7 +100,7 @@ def length_aligned_order(
     capacity = GROUP_SHARE * kv_capacity_tokens
     lengths = est_output_len[tree.order]
     # Tokens of KV below each node when all of its requests end, prefixes once.
-    kv = tree.unique_tokens_below() + tree.subtree_sums(lengths)
+    kv = tree.unique_below(tree.input_len, tree.lcp) + tree.subtree_sums(lengths)
     family = _families(tree, cost, lengths, kv <= capacity)
     block = _blocks(tree.parent, tree.depth, tree.leaf_parent, kv > capacity)
     key = tree.input_len.astype(np.int64)

@@ -35,7 +35,6 @@ class Splitters(NamedTuple):
 
     @property
     def num_buckets(self) -> int:
-        """``b``."""
         return len(self.offsets)
 
 

@@ -8,9 +8,10 @@ prefix is shared by all leaves below it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..compiled import jit, jit_without_gil
 from ..requests import (
@@ -75,7 +76,6 @@ class PrefixTree:
 
     @property
     def num_requests(self) -> int:
-        """``n``, the leaves."""
         return len(self.order)
 
     @property
@@ -85,7 +85,6 @@ class PrefixTree:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all prompts."""
         return int(self.input_len.sum(dtype=np.int64))
 
     @property
@@ -100,23 +99,21 @@ class PrefixTree:
         num_tokens = self.num_tokens
         return int(self.lcp.sum(dtype=np.int64)) / num_tokens if num_tokens else 0.0
 
-    def unique_tokens_below(self) -> Int64s:
-        """Unique tokens of the prompts below each node, its prefix included, int64 ``[m]``."""
-        return self._unique_below(self.input_len, self.lcp)
+    def unique_below(self, whole: NDArray[Any], shared: NDArray[Any]) -> NDArray[Any]:
+        """What is unique of the prompts below each node, its prefix included, ``[m]``.
 
-    def unique_media_below(self) -> Int64s:
-        """The same of placeholders of images and sounds alone."""
-        if self.media is None:
-            return np.zeros(self.num_nodes, np.int64)
-        return self._unique_below(*self.media)
-
-    def _unique_below(self, input_len: Int32s, lcp: Int32s) -> Int64s:
+        Args:
+            whole, shared: ``[n]``, of each prompt, and of what it shares with the one before:
+                ``input_len`` and ``lcp`` for tokens.
+        """
         if self.num_requests == 0:
             return np.zeros(self.num_nodes, np.int64)
-        new: Int64s = sums_before(input_len - lcp)
-        # The first leaf shares lcp tokens with a leaf outside the node. They are not new
-        # in the whole order, but they are new below this node.
-        return new[self.leaf_end] - new[self.leaf_begin] + lcp[self.leaf_begin]
+        new = sums_before(whole - shared)
+        # The first leaf shares some with a leaf outside the node. It is not new in the whole
+        # order, but it is new below this node.
+        first = shared[self.leaf_begin]
+        below: NDArray[Any] = new[self.leaf_end] - new[self.leaf_begin] + first
+        return below
 
     def subtree_sums(self, values: Floats) -> Floats:
         """Sum of ``values``, float64 ``[n]`` by leaf position, below each node, float64 ``[m]``.

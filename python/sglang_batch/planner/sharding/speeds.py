@@ -63,7 +63,6 @@ class ShardSpeeds:
         return cls(np.array(compute, np.float64), np.array(memory, np.float64))
 
     def __len__(self) -> int:
-        """``k``."""
         return len(self.compute)
 
     @property

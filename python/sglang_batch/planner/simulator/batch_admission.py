@@ -50,7 +50,6 @@ from .step_admission import compute, fits, overtakes
 
 @jit_inlined
 def batch_prefill(sim: Sim, lengths: RowLengths) -> tuple[int, float]:
-    """Fill the step with prompts."""
     state = sim.state
     if sim.queue.rule > 0 and wants_switch(
         lengths.batches, lengths.law, _running_rows(sim)
@@ -297,7 +296,6 @@ def _pop(sim: Sim, heap: RowHeap) -> None:
 
 @jit_in_place
 def push_row(sim: Sim, heap: RowHeap, row: int) -> None:
-    """Add a row that decodes."""
     state = sim.state
     if state.heap_rows == len(heap.bases):  # full of rows that have left
         entries, state.heap_rows = state.heap_rows, 0

@@ -330,13 +330,6 @@ def _prefill_tokens(sim: Sim, allowed: ScanBudgets) -> int:
 
 
 @jit_in_place
-def _least_tokens(sim: Sim, allowed: ScanBudgets) -> int:
-    """Prompt tokens that may be computed whatever the density of the step."""
-    least = int(sim.engine.min_step_tokens)
-    return max(least, allowed.least_tokens) if sim.engine.closed_loop else least
-
-
-@jit_in_place
 def _prefill_right(
     sim: Sim, allowed: ScanBudgets, tokens: int, right: int, limit: int,
     left_blocked: bool,
@@ -408,7 +401,10 @@ def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
     allowed = _scan_budgets(sim, target)
     tokens = _prefill_tokens(sim, allowed)
     limit = max(0, sim.engine.step_tokens - state.decoding)
-    least = _least_tokens(sim, allowed)
+    # Whatever the density of the step.
+    least = int(sim.engine.min_step_tokens)
+    if sim.engine.closed_loop:
+        least = max(least, allowed.least_tokens)
     right = min(limit, max(tokens, least))
     whole = sim.engine.as_sglang and apart(sim, right)
     if sim.engine.as_sglang:

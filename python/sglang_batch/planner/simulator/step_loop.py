@@ -150,13 +150,6 @@ def _step_seconds(
 
 
 @jit_in_place
-def _prompts_alone(sim: Sim, tokens: int) -> bool:
-    """Whether SGLang would compute these tokens of prompts alone, and continue one of them
-    in the next step, before rows decode again."""
-    return bool(sim.engine.as_sglang and prompt_begun(sim) and apart(sim, tokens))
-
-
-@jit_in_place
 def _split_seconds(sim: Sim, tokens: int, attention: float, reads: float) -> float:
     """Seconds of a mixed step as two forwards at the same time, which both read the weights."""
     state, table = sim.state, sim.table
@@ -222,7 +215,8 @@ def run_steps(sim: Sim, lengths: RowLengths, samples: Floats) -> int:
             target = _remaining_density(sim)
         take_notes(sim, lengths)
         tokens, attention = _prompts(sim, lengths, target)
-        alone = _prompts_alone(sim, tokens)
+        # SGLang would continue one of the prompts in the next step, before rows decode again.
+        alone = engine.as_sglang and prompt_begun(sim) and apart(sim, tokens)
         if not alone:
             _grow(sim, lengths)
         if engine.as_sglang and tokens + state.decoding == 0:

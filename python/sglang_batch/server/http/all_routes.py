@@ -59,7 +59,7 @@ def install(app: FastAPI) -> None:
     app.include_router(make_router())
     app.add_exception_handler(HTTPException, answer_unknown)
     for layer in (BodyPace, CrossOrigin, AnswerHeaders):  # the last one is outermost
-        app.add_middleware(layer, is_ours=is_ours)
+        app.add_middleware(layer)
     app.add_middleware(KnownMethods)
 
 
@@ -104,15 +104,14 @@ _HEADERS = {
 
 
 class _OurLayer(ABC):
-    """A layer around the calls for whose path ``is_ours`` is true."""
+    """A layer around the calls of our routes."""
 
-    def __init__(self, app: ASGIApp, is_ours: Callable[[str], bool]) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._is_ours = is_ours
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_ours = scope["type"] == "http" and self._is_ours(path_of(scope))
-        await (self._answer if is_ours else self._app)(scope, receive, send)
+        has_it = scope["type"] == "http" and is_ours(path_of(scope))
+        await (self._answer if has_it else self._app)(scope, receive, send)
 
     @abstractmethod
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -305,8 +304,8 @@ class CrossOrigin(_OurLayer):
     in a browser near the server could read all files and start batches.
     """
 
-    def __init__(self, app: ASGIApp, is_ours: Callable[[str], bool]) -> None:
-        super().__init__(app, is_ours)
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__(app)
         self._cors: dict[tuple[str, ...], CORSMiddleware] = {}
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:

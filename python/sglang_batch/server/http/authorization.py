@@ -242,7 +242,12 @@ class KeyMiddleware:
             await _refuse(error, scope, receive, send)
             return
         if caller.role < Role.ADMIN:
-            _drop_overrides(scope)
+            # With these, SGLang's routers choose a request's id or worker.
+            scope["headers"] = [
+                pair
+                for pair in scope["headers"]
+                if not pair[0].lower().startswith(b"x-override-")
+            ]
         scope.setdefault("state", {})[CALLER] = caller
         current_caller.set(caller)
         await self.app(scope, receive, send)
@@ -291,15 +296,6 @@ def _is_preflight(scope: Scope, route: KnownRoute | None) -> bool:
     if not names >= {b"origin", b"access-control-request-method"}:
         return False
     return route is None or (bool(route.methods) and "OPTIONS" not in route.methods)
-
-
-def _drop_overrides(scope: Scope) -> None:
-    """Drop the headers with which SGLang's routers choose a request's id or worker."""
-    scope["headers"] = [
-        pair
-        for pair in scope["headers"]
-        if not pair[0].lower().startswith(b"x-override-")
-    ]
 
 
 def _is_open(scope: Scope, route: KnownRoute) -> bool:
@@ -409,10 +405,8 @@ class AccessControl:
         return found
 
     def fixed_role(self, name: str) -> str | None:
-        for caller in self.fixed.values():
-            if caller.name == name:
-                return keys.ROLE_NAMES.get(caller.role)
-        return None
+        roles = (caller.role for caller in self.fixed.values() if caller.name == name)
+        return keys.ROLE_NAMES.get(next(roles, Role.NOBODY))
 
     @property
     def has_admin(self) -> bool:

@@ -114,6 +114,7 @@ def unpickle(data: bytes) -> None:
     """Arguments that no engine has resolved make no child process of SGLang."""
     import pickle
 
+    before = signal.getsignal(signal.SIGINT)  # a background shell's programs ignore it
     pickle.loads(data)
     from sglang.srt.managers import scheduler
     from sglang.srt.plugins import load_plugins
@@ -123,4 +124,4 @@ def unpickle(data: bytes) -> None:
     load_plugins()
     check_hooks_took()
     assert scheduler.Scheduler.__module__ == "sglang.srt.managers.scheduler"
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before

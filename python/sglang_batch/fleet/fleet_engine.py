@@ -169,7 +169,9 @@ class FleetEngine(FleetWorkers):
         self, prepared: FleetLine, replica: int | None = None
     ) -> RequestOutput:
         is_suspect = self._crashes.is_suspect(prepared.rid)
-        if is_suspect and self._has_lines(parse_request_id(prepared.rid)[0]):
+        job_id, _, _ = parse_request_id(prepared.rid)
+        lines = (line for worker in self for line in worker.lines.values())
+        if is_suspect and any(line.job_id == job_id for line in lines):
             raise ReplicaLost("it waits until it can run alone", is_suspect=True)
         if replica is not None:
             return await self._run(prepared, *self.slots[replica])
@@ -218,11 +220,6 @@ class FleetEngine(FleetWorkers):
             if not worker.lines:
                 worker.meter.idle()
         return output
-
-    def _has_lines(self, job_id: str) -> bool:
-        """Whether workers have lines of a job."""
-        lines = (line for worker in self for line in worker.lines.values())
-        return any(line.job_id == job_id for line in lines)
 
     def _joined(self, worker: FleetWorker) -> None:
         # All at once: a line must not be sent before its job is open.

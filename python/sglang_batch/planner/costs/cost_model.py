@@ -394,7 +394,11 @@ def kv_tokens_in(model: ModelSpec, num_bytes: float, tp: int = 1) -> int:
     have the shares of memory that SGLang gives them by default."""
     if model.state_bytes:
         num_bytes /= 1.0 + STATES_TO_KV
-    return math.floor(num_bytes / (_held_bytes(model) * model.kv_replicas(tp)))
+    windows = model.window_kv_bytes_per_token
+    if model.own_window_pool:
+        windows *= WINDOWS_TO_KV
+    held = model.full_kv_bytes_per_token + windows
+    return math.floor(num_bytes / (held * model.kv_replicas(tp)))
 
 
 def num_states(model: ModelSpec, kv_tokens: int, tp: int = 1) -> int:
@@ -408,14 +412,6 @@ def num_states(model: ModelSpec, kv_tokens: int, tp: int = 1) -> int:
 def num_window_tokens(model: ModelSpec, kv_tokens: int) -> int:
     """Tokens of KV in a pool for sliding-window layers, 0 if they have none."""
     return int(kv_tokens * WINDOWS_TO_KV) if model.own_window_pool else 0
-
-
-def _held_bytes(model: ModelSpec) -> float:
-    """Bytes of memory for each token of KV, with its share of the windows' pool."""
-    windows = model.window_kv_bytes_per_token
-    if model.own_window_pool:
-        windows *= WINDOWS_TO_KV
-    return model.full_kv_bytes_per_token + windows
 
 
 def _floats(values: Values) -> Floats:

@@ -109,16 +109,13 @@ def _beginning(
     """The shortest beginning of the depth-first order that is as large and so cheap."""
     first = int(np.searchsorted(np.cumsum(unknown), least)) + 1
     ends = np.arange(first, tree.num_requests // 4 + 1)
+    # What all prompts begin with stays in the cache.
+    whole = tree.leaf_end - tree.leaf_begin == tree.num_requests
+    common = int(tree.depth[whole].max(initial=0))
     # A leaf and the one before it share the tokens that would be computed twice.
-    cheap = ends[tree.lcp[ends] - _common_tokens(tree) <= most_repeated]
+    cheap = ends[tree.lcp[ends] - common <= most_repeated]
     end = int(cheap[0]) if least and len(cheap) else 0
     return tree.order[:end][unknown[:end]]
-
-
-def _common_tokens(tree: PrefixTree) -> int:
-    """Tokens that all prompts begin with, which stay in the cache."""
-    whole = tree.leaf_end - tree.leaf_begin == tree.num_requests
-    return int(tree.depth[whole].max(initial=0))
 
 
 def _spaced(size: Int64s, taken: Int64s, in_a_row: int, start: float) -> Int64s:

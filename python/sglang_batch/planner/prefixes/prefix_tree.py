@@ -184,15 +184,9 @@ def build_prefix_tree(tokens: Int32s, offsets: Int64s) -> PrefixTree:
     """
     order, lcp = sort_prompts(tokens, offsets)
     tree = _tree_of(order, np.diff(offsets)[order].astype(np.int32), lcp)
-    return replace(tree, media=_media_tokens(tokens, offsets, tree))
-
-
-def _media_tokens(
-    tokens: Int32s, offsets: Int64s, tree: PrefixTree
-) -> MediaTokens | None:
-    begin = offsets[tree.order]
-    media = MediaTokens(*_count_media(tokens, begin, tree.input_len, tree.lcp))
-    return media if media.input_len.any() else None
+    begin = offsets[order]
+    media = MediaTokens(*_count_media(tokens, begin, tree.input_len, lcp))
+    return replace(tree, media=media) if media.input_len.any() else tree
 
 
 @jit_without_gil

@@ -328,7 +328,7 @@ class Form:
     size: int | None
 
     def __post_init__(self) -> None:
-        self.fields: dict[str, str] = {}
+        self._fields: dict[str, bytearray] = {}
         self.file: IncomingFile | None = None
         self.filename = ""
         self._digest = hashlib.sha256()
@@ -340,7 +340,7 @@ class Form:
         self._header = bytearray(), bytearray()
         self._disposition = b""
         # Destination of the current part's content. Without either, it is dropped.
-        self._field: tuple[str, bytearray] | None = None
+        self._field: bytearray | None = None
         self._in_file = False
         self._parser = MultipartParser(
             self.boundary,
@@ -350,7 +350,6 @@ class Form:
                 "on_header_end": self._end_header,
                 "on_headers_finished": self._begin_part,
                 "on_part_data": self._content,
-                "on_part_end": self._end_part,
                 "on_end": self._end,
             },
         )
@@ -369,6 +368,10 @@ class Form:
                 f"The form has more than {MAX_FIELD_BYTES} bytes apart from its file."
             )
             raise ApiError(400, message, code="form_too_large", retry=False)
+
+    @property
+    def fields(self) -> dict[str, str]:
+        return {name: x.decode(errors="replace") for name, x in self._fields.items()}
 
     @property
     def sha256(self) -> str:
@@ -399,8 +402,9 @@ class Form:
         filename = options.get(b"filename")
         if filename is None and self.may_be_text and name == self.key:
             filename = b""
+        self._field, self._in_file = None, False
         if filename is None:
-            self._field = name, bytearray()
+            self._field = self._fields[name] = bytearray()
         elif name == self.key and self.file is None:
             self.filename = filename.decode(errors="replace")
             self.file = IncomingFile(self.room)
@@ -408,13 +412,10 @@ class Form:
 
     def _content(self, data: bytes, start: int, end: int) -> None:
         if self._field is not None:
-            self._field[1].extend(data[start:end])
+            self._field.extend(data[start:end])
         elif self._in_file and self.file is not None:
-            file, most, content = (
-                self.file,
-                self.max_bytes,
-                memoryview(data)[start:end],
-            )
+            file, most = self.file, self.max_bytes
+            content = memoryview(data)[start:end]
             if self.size is not None and not file.num_bytes:
                 # The file is the last part of the forms that clients send.
                 rest = self.size - self._num_bytes - start - self._end_bytes
@@ -423,13 +424,6 @@ class Form:
                 raise too_large(most)
             self._digest.update(content)
             file.write(content)
-
-    def _end_part(self) -> None:
-        if self._field is not None:
-            name, value = self._field
-            self.fields[name] = value.decode(errors="replace")
-        self._field = None
-        self._in_file = False
 
     def _end(self) -> None:
         self.ended = True

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from sglang_options import sglangs_options
 
 from sglang_batch.errors import ConfigError
-from sglang_batch.srt.compat.command_line import OPTIONS, describe
+from sglang_batch.srt.compat.command_line import OPTIONS
 from sglang_batch.srt.plugin import quiet_log
 
-WRITE = "run `python -m sglang_batch.srt.compat.command_line`"
+WRITE = "run `python test/helpers/sglang_options.py`"
 
 
 def test_the_recorded_options_are_those_of_the_release() -> None:
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-    from sglang.srt.server_args import ServerArgs
-
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
     recorded = json.loads(OPTIONS.read_bytes())
     assert recorded["release"] == version("sglang"), WRITE
-    assert recorded["options"] == describe(parser), WRITE
+    assert recorded["options"] == sglangs_options(), WRITE
 
 
 def test_a_file_of_options_that_cannot_be_read_is_a_mistake(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """SGLang's command line, known without importing SGLang, which takes ten seconds.
 
-``sglang_options.json`` lists the options of the supported release. After a change of
-release, ``python -m sglang_batch.srt.compat.command_line`` writes it again.
+``sglang_options.json`` lists the options of the supported release.
 """
 
 from __future__ import annotations
@@ -76,24 +75,6 @@ def check_arguments(argv: list[str]) -> argparse.Namespace:
     return known
 
 
-def describe(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
-    """The options of a parser, as they are written to ``sglang_options.json``."""
-    found = []
-    for action in parser._actions:
-        if isinstance(action, argparse._HelpAction):
-            continue
-        flags = list(action.option_strings)
-        option: dict[str, Any] = {"flags": flags, "dest": action.dest}
-        if action.nargs is not None:
-            option["nargs"] = action.nargs
-        if action.type in _TYPES.values():
-            option["type"] = action.type.__name__  # type: ignore[union-attr]
-        if action.choices is not None and action.type in (None, str):
-            option["choices"] = sorted(map(str, action.choices))
-        found.append(option)
-    return found
-
-
 def add_options(
     parser: argparse._ActionsContainer,
     *names: str,
@@ -139,20 +120,3 @@ def _extended() -> bool:
         for group in _PLUGINS
         for found in entry_points(group=group)
     )
-
-
-def _write() -> None:
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-    from sglang.srt.server_args import ServerArgs
-    from sglang.version import __version__ as release
-
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    lines = ",\n".join(map(json.dumps, describe(parser)))
-    OPTIONS.write_text(f'{{"release": "{release}", "options": [\n{lines}\n]}}\n')
-
-
-if __name__ == "__main__":
-    _write()

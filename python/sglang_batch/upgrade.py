@@ -74,11 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="Exit status: 0 if all are the same, 1 if some differ, 2 if not compared.",
     )
     add_arguments(
-        parser.add_mutually_exclusive_group(required=True),
+        parser.add_argument_group(),
         """
 --against WHEEL_OR_VERSION  the other release: a wheel, or a version, which pip or uv fetches
---record                    write the parameters and digests of the supported release to
-                            private_api.json
 """,
     )
     options = parser.parse_args(argv)
@@ -90,20 +88,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return TROUBLE
 
 
-def _compare(asked: str | None, folder: Path) -> int:
-    """Compare with the release ``asked``, or record the supported one without it."""
+def _compare(asked: str, folder: Path) -> int:
     from .srt.compat import private_api
     from .srt.compat.sglang_release import fetch_release, installed_release
 
     version, api = private_api.SUPPORTED_VERSION, private_api.PRIVATE_API
-    theirs = None if asked is None else fetch_release(asked, folder / "theirs")
+    theirs = fetch_release(asked, folder / "theirs")
     ours = installed_release()
     if ours.version != version:
         ours = fetch_release(version, folder / "ours")
-    if theirs is None:
-        private_api.write_list(ours)
-        print(f"wrote {private_api.LIST} for sglang {version}")
-        return 0
     found = list(compare(api, ours, theirs))
     counts = [f"{sum(x.kind == kind for x in found)} {kind}" for kind in KINDS]
     number, others = sum(map(len, api.values())), ", ".join(counts)

@@ -8,13 +8,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from sglang_options import sglangs_options
+from record_release import sglangs_options
 
 from sglang_batch.errors import ConfigError
 from sglang_batch.srt.compat.command_line import OPTIONS
 from sglang_batch.srt.plugin import quiet_log
 
-WRITE = "run `python test/helpers/sglang_options.py`"
+WRITE = "run `PYTHONPATH=test/helpers python -m record_release`"
 
 
 def test_the_recorded_options_are_those_of_the_release() -> None:

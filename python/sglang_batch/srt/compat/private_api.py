@@ -59,22 +59,8 @@ PRIVATE_API: PrivateApi = {
 }
 
 
-def write_list(release: Release) -> None:
-    """Write ``private_api.json`` with the parameters and digests of a release."""
-    files: set[str] = set()
-    functions: dict[str, dict[str, Any]] = {}
-    for place, names in PRIVATE_API.items():
-        for name, function in names.items():
-            now = release.find(place, name)
-            files.add(now.path.as_posix())
-            changed = function._replace(parameters=now.parameters, digest=now.digest)
-            functions.setdefault(place, {})[name] = changed._asdict()
-    record = {"files": sorted(files), "digest": _digest_of(release, files)}
-    text = json.dumps(record | {"functions": functions}, indent=1)
-    LIST.write_text(text + "\n")
-
-
-def _digest_of(release: Release, files: Iterable[str]) -> str:
+def digest_of(release: Release, files: Iterable[str]) -> str:
+    """The digest of these files of a release."""
     texts = [(release.root / file).read_bytes() for file in sorted(files)]
     return hashlib.sha256(b"".join(texts)).hexdigest()
 
@@ -107,7 +93,7 @@ def warn_of_changes() -> None:
     """Log the functions of :data:`PRIVATE_API` with other code than in the supported release,
     as in a build of somebody's own. Takes milliseconds, or seconds if a file differs."""
     release = installed_release()
-    if _digest_of(release, _RECORD["files"]) == _RECORD["digest"]:
+    if digest_of(release, _RECORD["files"]) == _RECORD["digest"]:
         return
     changed = [
         f"{place}.{name}"

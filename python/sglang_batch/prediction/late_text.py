@@ -34,6 +34,8 @@ def num_late_tokens(requests: PlanRequests, tree: PrefixTree) -> int:
     prompt before it in the tree.
     """
     number = min(SAMPLE, tree.num_requests)
+    if not number:
+        return 0
     draw = np.random.default_rng(0)
     places = draw.choice(tree.num_requests, number, replace=False)
     begins = requests.offsets[tree.order[places]] + tree.lcp[places]
@@ -43,12 +45,16 @@ def num_late_tokens(requests: PlanRequests, tree: PrefixTree) -> int:
         for begin, end in zip(begins, ends, strict=True)
     ]
     distinct = [np.unique(hashes) for hashes, _ in found]
-    if not distinct:
-        return 0
     known, counts = np.unique(np.concatenate(distinct), return_counts=True)
     enough = counts >= max(3, MIN_SHARE * number)
     known, counts = known[enough], counts[enough]
-    late = sum(_shared(hashes, at, known, counts) for hashes, at in found)
+    late = 0.0
+    for (hashes, at), own in zip(found, distinct, strict=True):
+        _, places, _ = np.intersect1d(known, own, return_indices=True)
+        begins = at[np.isin(hashes, known)]
+        covered = np.unique(begins[:, None] + np.arange(WINDOW)).size
+        # One of the prompts that have it computes it in any case.
+        late += covered * (1 - 1 / counts[places].mean()) if covered else 0
     return round(late * tree.num_requests / number)
 
 
@@ -65,22 +71,3 @@ def _passages(tokens: NDArray[np.int32]) -> tuple[NDArray[np.uint64], NDArray[np
         [[np.uint64(0)], np.cumsum(tokens.astype(np.uint64) * powers)]
     )
     return (sums[at + WINDOW] - sums[at]) * inverses[at], at
-
-
-def _shared(
-    hashes: NDArray[np.uint64],
-    at: NDArray[np.intp],
-    known: NDArray[np.uint64],
-    counts: NDArray[np.intp],
-) -> float:
-    """Tokens of one prompt in passages that others have, less one prompt's share of them."""
-    index = np.searchsorted(known, hashes)
-    index[index == len(known)] = 0
-    is_known = known[index] == hashes if len(known) else np.zeros(len(hashes), bool)
-    if not is_known.any():
-        return 0.0
-    saved = np.zeros(at[-1] + WINDOW)
-    for begin, count in zip(at[is_known], counts[index[is_known]], strict=True):
-        part = saved[begin : begin + WINDOW]
-        np.maximum(part, 1 - 1 / count, out=part)
-    return float(saved.sum())

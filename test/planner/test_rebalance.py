@@ -303,8 +303,16 @@ def test_equal_engines_move_what_they_always_moved(speed: float | None) -> None:
                 found = rebalance(tree, cost, work, state, k, speeds)
                 digest.update(found.tobytes())
     assert digest.hexdigest() == (
-        "8313958d8965033b83305f353b4d91a97303759dc16fec951c3fe269c066348d"
+        "998be0f3479778c65b3be1821bfba91a8c3ca266c08e52fbdaf4b1d40fe4214f"
     )
+
+
+def test_work_is_not_saved_at_the_price_of_a_later_end() -> None:
+    tree = tree_of(list(family(0, 3, 2)))
+    shard = [0, 0, 1]  # in one shard, they would compute their prefix once
+    found = moved(tree, [0.0] * 3, shard, num_shards=2, sent=[], speed=[0.1, 0.1])
+    old, new = (seconds(tree, [0.0] * 3, each, [], 2) for each in (shard, found))
+    assert max(new) <= max(old)
 
 
 @settings(deadline=None, max_examples=examples(300))

@@ -350,6 +350,7 @@ def move_families(
     slow, target_s = pair.slow, pair.target_s
     # As if both engines had the mean of their speeds.
     mean = 2.0 / (1.0 / slow[:, GIVER] + 1.0 / slow[:, TAKER])
+    latest = _later(pair) * (1.0 + 1e-9)
     moved = np.zeros(len(offered), np.bool_)
     begin = 0
     while begin < len(offered):
@@ -365,8 +366,8 @@ def move_families(
             _move(offered[at], TAKER, times, pending, begun, pair.loads)
             at += 1
             now = _cost(pair, mean)
-            # By more than rounding errors.
-            if now < least * (1.0 - 1e-9):
+            # By more than rounding errors. Work is not saved at the price of a later end.
+            if now < least * (1.0 - 1e-9) and _later(pair) <= latest:
                 least, best = now, at
         for i in range(best, at):
             _move(offered[i], GIVER, times, pending, begun, pair.loads)
@@ -396,6 +397,13 @@ def _move(
             loads[0, to] += times.prefix_s[node]
         pending[to, node] += 1
         node = times.parent[node]
+
+
+@jit
+def _later(pair: PairLoads) -> float:
+    """Seconds until the last of both ends."""
+    given = _seconds_of(pair, pair.slow[:, GIVER], GIVER)
+    return max(given, _seconds_of(pair, pair.slow[:, TAKER], TAKER))
 
 
 @jit

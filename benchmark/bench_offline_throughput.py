@@ -7,8 +7,8 @@
 Every run has its own process and engine, with the same server arguments, the demo model
 and greedy decoding. Stock SGLang gets all prompts in one call of
 ``sglang.Engine.generate``, this package gets them as one job. Both run with and without
-``--enable-mixed-chunk``, and the faster run of each policy counts. The engines of a round
-start at the same time and are timed one after another, while the others sleep.
+``--enable-mixed-chunk``, and the faster run of each policy counts. The engines of a job are
+all started and then timed one after another, while the others sleep.
 
 possible: share of the prompt tokens that a perfect prefix cache would save.
 cached: share that came from the cache in the first prefill of each request.

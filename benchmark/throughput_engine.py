@@ -243,7 +243,7 @@ class Engine:
 
 
 def run_tasks(tasks: Sequence[Task]) -> Iterator[TaskResult]:
-    """Start the tasks' engines at the same time, then run one after another.
+    """Start the tasks' engines, then run one after another.
 
     Tasks with repeats, which all have as many, take turns.
     """
@@ -276,16 +276,16 @@ def run_in_slices(tasks: Sequence[Task], slice_s: float = 2.0) -> list[TaskResul
 
 @contextmanager
 def ready_engines(tasks: Sequence[Task]) -> Iterator[list[Engine]]:
-    """The tasks' engines, started at the same time, as long as the context."""
+    """The tasks' engines, as long as the context."""
     with ExitStack() as stack:
         engines = []
         for task in tasks:
             scratch = TemporaryDirectory(prefix="sglang-batch-bench-")
             engine = Engine(task, Path(stack.enter_context(scratch)))
             stack.callback(engine.kill)
-            engines.append(engine)
-        for engine in engines:
+            # One by one: two that start at the same time can choose the same port.
             engine.until_ready()
+            engines.append(engine)
         yield engines
 
 

@@ -3,8 +3,8 @@
     python benchmark/throughput_engine.py DIRECTORY
 
 The task gives the engine, its arguments and the job. :class:`Engine` starts this file,
-tells it when to begin and reads its results. Several engines may start at the same time.
-Each is then timed alone, while the others sleep.
+tells it when to begin and reads its results. Of several engines, each is timed alone, while
+the others sleep.
 """
 
 from __future__ import annotations

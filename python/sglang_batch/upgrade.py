@@ -74,10 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="Exit status: 0 if all are the same, 1 if some differ, 2 if not compared.",
     )
     add_arguments(
-        parser.add_argument_group(),
+        parser,
         """
 --against WHEEL_OR_VERSION  the other release: a wheel, or a version, which pip or uv fetches
 """,
+        against={"required": True},
     )
     options = parser.parse_args(argv)
     try:

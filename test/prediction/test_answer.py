@@ -59,14 +59,16 @@ def test_requests_that_are_left_out_are_named() -> None:
     assert left_out == ["left out: 1 that cannot run:", "a: too large"]
 
 
-def test_text_that_stands_late_is_named_with_its_cost() -> None:
+def test_late_text_is_named_with_its_cost() -> None:
     found = report(dfs=100.0)
     found.late_tokens = 400
     found.forecast.job.machine = SimpleNamespace(
         cost=SimpleNamespace(token_time_s=0.01)
     )
     (said,) = answer(found).splitlines()[3:]
-    assert said.startswith("Late text: about 400 tokens that many prompts have stand")
+    assert said.startswith(
+        "Late text: about 400 tokens of text that many prompts share"
+    )
     assert "save 4.000 s" in said
     found.late_tokens = 40
     assert len(answer(found).splitlines()) == 3

@@ -41,7 +41,7 @@ def documents(task_first: bool, number: int = 1000) -> list[np.ndarray]:
 
 
 def grouped() -> list[np.ndarray]:
-    """50 documents, of which each stands before the task in 20 prompts."""
+    """50 documents, each before the task in 20 prompts."""
     begins = [np.concatenate([SYSTEM, text(300), TASK]) for _ in range(50)]
     return [np.concatenate([begin, text(30)]) for begin in begins for _ in range(20)]
 

@@ -200,6 +200,12 @@ def test_a_wheel_is_compared(
     assert second == f"changed body: {PLACE}.changes"
 
 
+def test_the_other_release_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        upgrade.main([])
+    assert "--against" in capsys.readouterr().err
+
+
 def test_the_list_is_written_for_the_supported_release(
     supported: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

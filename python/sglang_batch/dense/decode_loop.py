@@ -69,7 +69,7 @@ class DecodeLoop:
         self._running: list[Query] = []
         self._admission = Admission(
             settings.max_rows,
-            settings.max_cells or _NO_LIMIT,
+            _NO_LIMIT if settings.max_cells is None else settings.max_cells,
             step_cells=settings.step_cells,
             most_cells=settings.max_rows * model.context_len,
         )

@@ -28,11 +28,12 @@ _INVERSE = pow(_BASE, -1, 1 << 64)
 
 
 def num_late_tokens(requests: PlanRequests, tree: PrefixTree) -> int:
-    """Prompt tokens that are computed, and would be shared if they stood in front.
+    """Prompt tokens that are computed, and would be shared if they came first.
 
     An estimate from a sample of the prompts, without the tokens that each shares with the
     prompt before it in the tree.
     """
+    assert len(requests) == tree.num_requests, "the tree is of these requests"
     number = min(SAMPLE, tree.num_requests)
     if not number:
         return 0

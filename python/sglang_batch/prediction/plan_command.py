@@ -225,7 +225,7 @@ def _report(
         num_lines=num_lines,
         num_merged=rendered.num_merged,
         gpu_price=options.price_per_gpu_hour,
-        late_tokens=num_late_tokens(requests, found.job.tree),
+        late_tokens=num_late_tokens(found.job.requests, found.job.tree),
     )
 
 

@@ -24,7 +24,7 @@ BASELINES = (
     *(name for name in ORDERS if not POLICY_TABLE[name].uses_prompts),
 )
 _LABEL_WIDTH = 26
-# Late text is told from this share of the prompt tokens that are computed on.
+# Late text is worth a line if it is at least this share of the tokens to compute.
 LATE_SHARE = 0.05
 
 # The figures of measured steps that are printed, and their labels.
@@ -48,8 +48,8 @@ Row = tuple[str, str]
 
 
 def answer(report: Report) -> str:
-    """The prediction in three lines: time, money, advice; and others if prompts share text
-    that stands late, or if requests are left out."""
+    """The prediction in three lines: time, money, advice; and others if there is late text, or
+    if requests are left out."""
     runs, machine = report.forecast.runs, report.machine
     run = report.policy_figures(runs[report.chosen])
     rates = "costs of timed steps"
@@ -250,8 +250,8 @@ def _late_rows(report: Report) -> list[Row]:
         return []
     seconds = late * report.forecast.job.machine.cost.token_time_s
     text = (
-        f"about {late:,} tokens that many prompts have stand behind text or images that "
-        f"differ; in front of them, they would save {time_text(seconds)} of computing."
+        f"about {late:,} tokens of text that many prompts share come after text or images "
+        f"that differ; placed first, they would save {time_text(seconds)} of computing."
     )
     return [("late text", text)]
 

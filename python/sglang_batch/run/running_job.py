@@ -47,7 +47,12 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False)
 class RunningJob:
-    """Runs the requests of a job that have no result yet."""
+    """Runs the requests of a job that have no result yet.
+
+    Args:
+        prepared: a job that is not complete.
+        cached: answers of earlier jobs, and those of this one for later ones.
+    """
 
     prepared: PreparedRun
     settings: EngineSettings
@@ -56,11 +61,6 @@ class RunningJob:
     cached: CachedAnswers | None = None
 
     def __post_init__(self) -> None:
-        """
-        Args:
-            prepared: a job that is not complete.
-            cached: answers of earlier jobs, and those of this one for later ones.
-        """
         assert self.prepared.local is not None and self.prepared.requests is not None
         self._directory = self.prepared.directory
         self._job_id = self.prepared.directory.job_id

@@ -57,6 +57,17 @@ def choose_dtype(
         config.dtype = torch.float32
 
 
+# Names in the environment that are not the user's.
+_ours: set[str] = set()
+
+
+def forget_environment() -> None:
+    """An engine of this process has ended. The next one may be SGLang's own."""
+    for name in _ours:
+        os.environ.pop(name, None)
+    _ours.clear()
+
+
 def set_cpu_defaults(server_args: ServerArgs) -> None:
     """On a CPU, set the environment and limit the KV cache, unless the user chose."""
     view = overrides.resolving_view(server_args)
@@ -64,7 +75,9 @@ def set_cpu_defaults(server_args: ServerArgs) -> None:
         return
     # The engine's processes read them when they start.
     for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+        if name not in os.environ:
+            os.environ[name] = value
+            _ours.add(name)
     if (view.max_total_tokens, server_args.mem_fraction_static) != (None, None):
         return
     model = overrides.model_config_of(server_args)

@@ -21,7 +21,7 @@ from ...errors import ConfigError, ExitStatus
 from ...planner.choosing.ways import MOST_GRAPH_ROWS
 from ..compat import support, tiers
 from ..compat.offline_hooks import is_offline
-from ..engine.cpu_defaults import set_cpu_defaults
+from ..engine.cpu_defaults import forget_environment, set_cpu_defaults
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -61,8 +61,9 @@ def _declare(server_args: ServerArgs, **fields: Any) -> None:
 
 
 def undo(_result: None, engine: Any) -> None:
-    """AFTER hook on ``Engine.shutdown``: the process collects garbage as it did before."""
+    """AFTER hook on ``Engine.shutdown``: garbage and environment are as they were before."""
     global _gc_before
+    forget_environment()
     if _gc_before is not None:
         gc.set_threshold(*_gc_before)
         _gc_before = None

@@ -22,7 +22,7 @@ from .value_checks import SAMPLING_FIELDS, FieldError, check_value
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 # So many different ones are compiled beforehand. A file can have one for each line.
 MOST_COMPILED = 8
-# Of one that takes longer, the engine judges.
+# The engine judges a grammar that takes longer.
 COMPILE_S = 30
 # By kind and text, what is wrong with each that was compiled.
 FAULTS: dict[tuple[str, str], str | None] = {}

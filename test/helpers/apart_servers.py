@@ -14,10 +14,10 @@ from typing import Any
 
 import preloaded
 from forked_children import command
+from free_ports import free_port
 from servers import (
     SERVER_ARGS,
     Server,
-    free_port,
     kill_group,
     wait_until_ready,
 )

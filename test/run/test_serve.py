@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_ports import free_port
 
 from sglang_batch.errors import ConfigError, StoreError
 from sglang_batch.fleet.http_fleet import served_model
@@ -56,12 +57,6 @@ def naming(model: str) -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_the_front_gets_its_options(

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from batches import client, jsonl, line, results, submit, wait
-from servers import Server, free_port, kill_group, server, wait_until_ready
+from free_ports import free_port
+from servers import Server, kill_group, server, wait_until_ready
 
 COMPLETIONS = "/v1/completions"
 

@@ -12,7 +12,7 @@ from typing import Any
 import preloaded
 import pytest
 from forked_children import command
-from servers import free_port
+from free_ports import free_port
 from stress_runs import scenario
 from tiny_checkpoints import ARGUMENTS, write_checkpoint
 

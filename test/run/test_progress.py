@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sglang_batch.fleet.fleet_worker import WorkerState
+from sglang_batch.job.engine import KvUse
 from sglang_batch.request import Usage
 from sglang_batch.run import progress
 from sglang_batch.run.progress import Display, Progress
@@ -73,13 +74,18 @@ def test_progress_tells_what_the_job_waits_for(
     assert str(shown) == "Compiling the planner, once per installation (7 s)"
     compiling.set_result(None)
     assert str(shown) == "Planning, and computing the first prompts (7 s)"
-    usage = Usage(input_tokens=10, cached_tokens=9, output_tokens=1)
+    shown.kv_use = KvUse(2, left=900, right=0, online=0, shared=300, capacity=4000)
+    assert (
+        str(shown)
+        == "Running: no answer yet, 2 requests in the batch with 1,200 tokens of KV (7 s)"
+    )
+    usage = Usage(input_tokens=100, cached_tokens=90, output_tokens=11)
     log.put(1, b"{}", ok=True, usage=usage)
     shown.answered()
     log.put(2, b"{}", ok=False, usage=Usage())
     shown.answered()
     assert str(shown).startswith("Running: 75%, 3/4 [00:07<")
-    assert str(shown).endswith(", 1 failed, cached 90%]")
+    assert str(shown).endswith(", 1 failed, cached 90%, 3 tokens/s computed]")
 
 
 def engine(name: str, status: str) -> WorkerState:
@@ -117,6 +123,6 @@ def test_progress_tells_how_many_engines_run(
     shown.rendered()
     log.put(0, b"{}", ok=True, usage=Usage())
     shown.answered()
-    assert str(shown).endswith(", 2 of 3 engines, cached 0%]")
+    assert str(shown).endswith(", 2 of 3 engines, cached 0%, 0 tokens/s computed]")
     del engines[1:]
     assert "engines" not in str(shown)

@@ -13,6 +13,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from ..job.engine import KvUse
+from ..request import Usage
 from ..store.result_log import ResultLog
 
 # Seconds between two pictures on a terminal.
@@ -154,6 +156,9 @@ class Progress:
     Args:
         compiling: done when the planner is compiled.
         engines: how many of them run, empty if there are not several.
+
+    Attributes:
+        kv_use: of the engine a moment ago, if it counts it.
     """
 
     display: Display
@@ -161,9 +166,11 @@ class Progress:
     log: ResultLog
     compiling: Future[None] | None = None
     engines: Callable[[], str] = str
+    kv_use: KvUse | None = None
 
     def __post_init__(self) -> None:
         self._num_before = self.log.num_done
+        self._usage_before = self._usage
         self._num_to_render = self.num_requests - self._num_before
         self._num_rendered = 0
         self._num_refused = 0
@@ -182,6 +189,10 @@ class Progress:
         """So many prompts are rendered before the last plan. 0 for a job in buckets."""
         self._num_to_render = num_requests
 
+    @property
+    def _usage(self) -> Usage:
+        return self.log.usage - self.log.merged_usage
+
     def __str__(self) -> str:
         now = time.monotonic()
         if 0 < self._num_rendered < self._num_to_render:
@@ -195,10 +206,18 @@ class Progress:
                 f"({now - self._began:.0f} s)"
             )
         num_new = self.log.num_done - self._num_before - self._num_refused
+        use = self.kv_use
+        if num_new == 0 and use is not None and use.running:
+            held = use.left + use.right + use.online + use.shared
+            return (
+                f"Running: no answer yet, {use.running:,} requests in the batch with "
+                f"{held:,} tokens of KV ({seconds:.0f} s)"
+            )
         if num_new == 0:
             doing = "Planning, and computing the first prompts"
             return f"{doing} ({seconds:.0f} s)"
-        usage = self.log.usage - self.log.merged_usage
+        new = self._usage - self._usage_before
+        computed = new.input_tokens - new.cached_tokens + new.output_tokens
         engines = self.engines()
         return self.display.meter(
             "Running",
@@ -208,5 +227,6 @@ class Progress:
             initial=self._num_before + self._num_refused,
             postfix=f"{engines}, " * bool(engines)
             + f"{self.log.num_failed:,} failed, " * bool(self.log.num_failed)
-            + f"cached {usage.cache_hit_rate:.0%}",
+            + f"cached {self._usage.cache_hit_rate:.0%}, "
+            + f"{computed / max(seconds, 1e-3):,.0f} tokens/s computed",
         )

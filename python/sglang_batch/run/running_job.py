@@ -41,6 +41,7 @@ from .stop_signals import StopSignals
 from .summary import Counts, LastRequests, Summary
 
 COMMIT_EVERY_S = 0.5
+WATCH_EVERY_S = 2.0
 SHARE_EVERY_S = 10.0
 _T = TypeVar("_T")
 
@@ -209,6 +210,7 @@ class RunningJob:
         writing = [
             asyncio.create_task(_commit_regularly(log)),
             asyncio.create_task(self._share_regularly(stop)),
+            asyncio.create_task(_watch_kv(engine, progress)),
         ]
         with self.display.showing(progress.__str__):
             try:
@@ -354,6 +356,15 @@ def _answer_invalid(
         custom_id, message = requests.custom_id(index), local.described(error)
         line = invalid_line(index, custom_id, job_id, error.code, message)
         log.put(index, line, ok=False, usage=Usage())
+
+
+async def _watch_kv(engine: Any, progress: Progress) -> None:
+    """Show that the engine works, until answers do."""
+    before = progress.log.num_done
+    with suppress(Exception):  # requests fail as well, and say why
+        while progress.log.num_done == before:
+            progress.kv_use = await engine.kv_use()
+            await asyncio.sleep(WATCH_EVERY_S)
 
 
 async def _commit_regularly(log: ResultLog) -> None:

@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # The demo model is so small that a second thread only gets in the way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env demo demo-embeddings fleet-demo test test-fast test-nightly lint types checked \
+.PHONY: env demo demo-embeddings fleet-demo test test-fast test-nightly lint types \
 	compile compile-planner compile-fields unit unit-fast format constraints clean
 
 env: $(STAMP)
@@ -27,20 +27,15 @@ demo-embeddings: env
 fleet-demo: env
 	$(BIN)/python benchmark/fleet_demo.py
 
+# Types are checked beside the tests.
 test: lint
-	$(MAKE) -j 2 checked
-	$(MAKE) unit
+	$(MAKE) -j 2 types unit
 
 # All but test/srt, the tests that import or start SGLang, and those marked as slow.
 test-fast: lint
-	$(MAKE) -j 2 checked
-	$(MAKE) unit-fast
+	$(MAKE) -j 2 types unit-fast
 
-# Types are checked on one core while the planner, which takes longest, is compiled on
-# another. Otherwise each process of the tests would compile it.
-checked: compile-planner types compile-fields
-
-unit-fast: env
+unit-fast: compile
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=test/srt -m "not slow"
 
 # Properties are tried on four times as many examples, and cases in all combinations.
@@ -54,6 +49,7 @@ lint: env
 types: env
 	$(BIN)/mypy
 
+# Once for all tests. Otherwise each of their processes would compile the planner.
 compile: compile-planner compile-fields
 
 # With the tests' sitecustomize.py, which looks for garbage less often.
@@ -67,7 +63,7 @@ compile-fields: env
 	compile_field_orders()"
 
 # Two at a time; by test/conftest.py, files that share a server share a process.
-unit: env
+unit: compile
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 format: env

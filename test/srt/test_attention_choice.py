@@ -21,7 +21,9 @@ from sglang.srt.layers.attention.base_attn_backend import (
     SharedReadEnds,
 )
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MHATokenToKVPoolFP4
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.unified_memory_pool import UnifiedSWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner_utils.capture_mode import (
     _set_capture_attention_variant,
@@ -40,6 +42,7 @@ from sglang_batch.srt.attention.attention_backend import (
     ALONE,
     SHARED,
     Implementation,
+    Layers,
     SharedPrefixMixin,
     ShareVariants,
     variants_for,
@@ -97,8 +100,12 @@ class Native:
     prefill_attention_backend_str = "native"
 
 
+def attention(heads: int = HEADS, **given: Any) -> RadixAttention:
+    return RadixAttention(2 * heads, DIM, 0.25, num_kv_heads=heads, layer_id=0, **given)
+
+
 def model_runner(
-    attention: str = "auto",
+    setting: str = "auto",
     device: str = "cuda",
     *,
     deterministic: bool = False,
@@ -108,24 +115,19 @@ def model_runner(
     pool = object.__new__(MHATokenToKVPool)
     pool.dtype = torch.float32
     named = dict.fromkeys(support.ATTENTION_ARGUMENTS) | arguments
-    config = SimpleNamespace(
-        attention_arch=AttentionArch.MHA,
-        head_dim=DIM,
-        get_num_attention_heads=lambda tp_size: 2 * HEADS,
-        get_num_kv_heads=lambda tp_size: HEADS,
-    )
+    config = SimpleNamespace(attention_arch=AttentionArch.MHA)
     return SimpleNamespace(
         device=device,
         is_generation=True,
         dtype=torch.float32,
-        model=RadixAttention(2 * HEADS, DIM, 1.0, num_kv_heads=HEADS, layer_id=0),
+        model=attention(),
         model_config=config,
         token_to_kv_pool=pool,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1)),
         attn_backend=type("TritonAttnBackend", (Native,), {})(),
         spec_algorithm=SpeculativeAlgorithm.NONE,
         server_args=SimpleNamespace(
-            offline_config=OfflineBatchConfig(attention=attention),
+            offline_config=OfflineBatchConfig(attention=setting),
             enable_torch_compile=False,
             enable_deterministic_inference=deterministic,
             rl_on_policy_target=None,
@@ -141,7 +143,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     one_rank = SimpleNamespace(tp_size=1, attn_tp_size=1)
     for module in (attention_choice, attention_choice):
         monkeypatch.setattr(module, "get_parallel", lambda: one_rank)
-    monkeypatch.setattr(attention_backend, "share", lambda b, _: done.append(b))
+    monkeypatch.setattr(attention_backend, "share", lambda b, *_: done.append(b))
     monkeypatch.setattr(
         "sgl_kernel_ext.shared_prefix_attention.configs.device_family",
         lambda _: "hopper",
@@ -184,9 +186,11 @@ def test_unknown_devices_and_backends_and_models_are_left_alone(
     latent = model_runner()
     latent.model_config.attention_arch = AttentionArch.MLA
     attention_choice.share_by_default(latent)
-    uneven = model_runner()
-    uneven.model_config.head_dim = 2 * DIM
-    attention_choice.share_by_default(uneven)
+    crossed = model_runner()
+    crossed.model = torch.nn.ModuleList(
+        [attention(), attention(is_cross_attention=True)]
+    )
+    attention_choice.share_by_default(crossed)
     encoder = model_runner()
     encoder.is_generation = False
     attention_choice.share_by_default(encoder)
@@ -216,7 +220,7 @@ def test_who_asks_for_it_hears_why_not(shared: list[Any]) -> None:
 def test_a_kernel_that_fails_its_trial_is_not_used(
     monkeypatch: pytest.MonkeyPatch, shared: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(backend: Any, runner: Any) -> None:
+    def fails(backend: Any, runner: Any, layers: Any) -> None:
         raise EngineError("the kernel does not work on this device")
 
     monkeypatch.setattr(attention_backend, "share", fails)
@@ -229,7 +233,7 @@ def test_a_kernel_that_fails_its_trial_is_not_used(
 def test_ranks_share_only_together(
     monkeypatch: pytest.MonkeyPatch, shared: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def makes_it_share(backend: Any, runner: Any) -> None:
+    def makes_it_share(backend: Any, runner: Any, layers: Any) -> None:
         backend.__class__ = type("Shared", (type(backend),), {})
 
     runner = model_runner()
@@ -244,8 +248,44 @@ def test_ranks_share_only_together(
 def test_a_backend_that_cannot_share_stays_what_it_was() -> None:
     backend = Stock()
     with pytest.raises(EngineError, match=r"\(AttributeError: .*\); choose another"):
-        attention_backend.share(backend, SimpleNamespace())
+        attention_backend.share(backend, SimpleNamespace(), Layers([attention()], []))
     assert type(backend) is Stock
+
+
+def test_each_layer_shares_or_not(
+    shared: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = model_runner()
+    window = attention(sliding_window_size=32)
+    own_heads = attention(2 * HEADS)
+    full = [attention(), attention()]
+    runner.model = torch.nn.ModuleList([window, full[0], own_heads, full[1]])
+    found = attention_choice.find_layers(runner)
+    assert found.shared == full
+    assert found.why_not == [
+        "a sliding window of 32 tokens", f"heads of their own ({(4 * HEADS, 2 * HEADS, DIM)})"
+    ]  # fmt: skip
+    attention_choice.share_by_default(runner)
+    assert shared == [runner.attn_backend]
+    runner.model = window
+    with caplog.at_level("INFO"):
+        attention_choice.share_by_default(runner)
+    assert len(shared) == 1
+    assert "because of a sliding window of 32 tokens." in caplog.text
+
+
+def test_pools_with_plain_ones_for_full_layers(shared: list[Any]) -> None:
+    plain, other = object.__new__(MHATokenToKVPool), object.__new__(MHATokenToKVPoolFP4)
+    runner = model_runner()
+    for kind, inner, found in (
+        (SWAKVPool, plain, None),
+        (SWAKVPool, other, "a SWAKVPool"),
+        (UnifiedSWAKVPool, plain, "a UnifiedSWAKVPool"),
+    ):
+        runner.token_to_kv_pool = object.__new__(kind)
+        runner.token_to_kv_pool.full_kv_pool = inner
+        runner.token_to_kv_pool.dtype = torch.float32
+        assert attention_choice.model_obstacle(runner) == found
 
 
 # --- steps
@@ -268,6 +308,10 @@ class Stock(AttentionBackend):  # type: ignore[misc]
     ) -> None:
         self.asked.append("capture" if in_capture else "replay")
 
+    def forward_decode(self, q: torch.Tensor, *_: object, **options: object) -> Any:
+        self.asked.append(f"attend {sorted(options)}")
+        return q
+
 
 class Sharing(SharedPrefixMixin, Stock):
     """What ``share`` makes of it."""
@@ -287,6 +331,8 @@ def backend() -> Sharing:
     made.plans = StepPlans(decodes, planner(64), num_layers=3, token_bytes=256)
     made.implementation = Implementation("ours", run_reference, capturable=True)
     made._fixed_grid = decodes.fixed_grid
+    own = RadixAttention(HEADS, DIM, 0.25, num_kv_heads=HEADS, layer_id=0)
+    made._layers = Layers([own], [])
     return made
 
 
@@ -385,6 +431,53 @@ def test_steps_without_a_graph(backend: Sharing) -> None:
     assert backend.plans.counts["attention_steps"] == 2
 
 
+def test_layers_that_are_left_are_prepared_and_run_by_the_stock_backend(
+    backend: Sharing,
+) -> None:
+    backend._layers.why_not.append("a sliding window of 32 tokens")
+    backend.groups = groups(0, 0, 0)
+    backend.init_forward_metadata(decode(1010, 1020, 1030))
+    assert backend.asked == ["eager"] and backend._step is not None
+    q = torch.randn(3, HEADS * DIM)
+    window = attention(sliding_window_size=32)
+    sinks = torch.ones(HEADS)
+    out = backend.forward_decode(q, None, None, window, decode(1), sinks=sinks)
+    assert out is q and backend.asked.pop() == "attend ['sinks']"
+    backend.asked.clear()
+    for label in (ALONE, SHARED):
+        _set_capture_attention_variant(label)
+        backend.init_forward_metadata_out_graph(decode(1, 1, 1), in_capture=True)
+    _set_capture_attention_variant(None)
+    assert backend.asked == ["capture", "capture"]
+    backend.groups = groups(0, 0, 0)
+    assert ShareVariants(backend).select(decode(1010, 1020, 1030)) == SHARED
+    backend.init_forward_metadata_out_graph(decode(1010, 1020, 1030))
+    assert backend.asked.pop() == "replay" and backend._step is not None
+
+
+def test_both_graphs_of_a_size_read_one_plan_of_flashinfer(backend: Sharing) -> None:
+    """FlashInfer makes a plan in every capture, and finds it by the size at a replay.
+
+    Its source is read: it cannot be imported without a GPU.
+    """
+    spec = importlib.util.find_spec("sglang.srt.layers.attention.flashinfer_backend")
+    assert spec is not None and spec.origin is not None
+    source = ast.unparse(ast.parse(Path(spec.origin).read_text()))
+    for line in (
+        "decode_wrappers = self._create_decode_wrappers(bs, num_tokens)",
+        "self.decode_cuda_graph_metadata[bs] = decode_wrappers",
+        "decode_wrappers=self.decode_cuda_graph_metadata[bs]",
+    ):
+        assert line in source
+    assert list(ShareVariants.capture_labels) == [ALONE, SHARED]
+    first = [object()]
+    backend.decode_cuda_graph_metadata = {3: first}
+    _set_capture_attention_variant(SHARED)
+    found = backend._create_decode_wrappers(3, 3)
+    _set_capture_attention_variant(None)
+    assert found is first
+
+
 def test_rows_of_padding_are_attended_for(backend: Sharing) -> None:
     torch.manual_seed(0)
     backend._slots = torch.randperm(SLOTS)[: 4 * 1000].view(4, 1000).int()
@@ -401,9 +494,7 @@ def test_rows_of_padding_are_attended_for(backend: Sharing) -> None:
     assert backend._step is not None
     # The row of padding has the table row 0.
     q = torch.randn(4, HEADS * DIM)
-    layer = SimpleNamespace(
-        layer_id=0, tp_q_head_num=HEADS, qk_head_dim=DIM, scaling=0.25
-    )
+    layer = backend._layers.shared[0]
     backend._grid = None  # of the kernel's launch; PyTorch has none
     assert backend.shared_read_ends(ForwardMode.DECODE) == SharedReadEnds.UNKNOWN
     out = backend.forward_decode(q, None, None, layer, batch)

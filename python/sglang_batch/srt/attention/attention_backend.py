@@ -20,12 +20,12 @@ from sglang.srt.layers.attention.base_attn_backend import (
     SharedReadEnds,
 )
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import KVCache, KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.runner_utils.capture_mode import (
     get_capture_attention_variant,
 )
-from sglang.srt.runtime_context import get_parallel, get_schedule
+from sglang.srt.runtime_context import get_schedule
 
 from sgl_kernel_ext import shared_prefix_attention as kernels
 from sgl_kernel_ext.shared_prefix_attention import AttentionPlanner
@@ -96,8 +96,21 @@ logger = logging.getLogger(__name__)
 NODES_PER_REQUEST = 4
 
 
-def share(backend: AttentionBackend, model_runner: ModelRunner) -> None:
-    """Make one of SGLang's attention backends read shared prefixes once.
+class Layers(NamedTuple):
+    """The attention layers of a model that read shared prefixes once, with heads of one
+    shape, and why each of the others does not."""
+
+    shared: list[RadixAttention]
+    why_not: list[str]
+
+
+def heads_of(layer: RadixAttention) -> tuple[int, int, int]:
+    """Query heads, KV heads and their size, on this rank."""
+    return layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
+
+
+def share(backend: AttentionBackend, model_runner: ModelRunner, layers: Layers) -> None:
+    """Make one of SGLang's attention backends read shared prefixes once, in these layers.
 
     Raises:
         ConfigError: this machine does not support the setting ``attention``.
@@ -108,7 +121,7 @@ def share(backend: AttentionBackend, model_runner: ModelRunner) -> None:
     backend.__class__ = type(f"Shared{kind.__name__}", (SharedPrefixMixin, kind), {})
     sharing = cast("SharedPrefixMixin", backend)
     try:
-        sharing.set_up_sharing(model_runner)
+        sharing.set_up_sharing(model_runner, layers)
     except ConfigError:
         backend.__class__ = kind
         raise
@@ -120,9 +133,13 @@ def share(backend: AttentionBackend, model_runner: ModelRunner) -> None:
             'or the setting "attention": "stock".'
         ) from error
     logger.info(
-        "Prefixes that decodes share are read once, by %s, in front of SGLang's %s.",
+        "Prefixes that decodes share are read once in %d of %d layers, by %s, in front of "
+        "SGLang's %s.%s",
+        len(layers.shared),
+        len(layers.shared) + len(layers.why_not),
         sharing.implementation.name,
         kind.__name__,
+        "".join(f" Not with {each}." for each in dict.fromkeys(layers.why_not)),
     )
 
 
@@ -168,29 +185,28 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
     graph: str = ALONE
     implementation: Implementation
     plans: StepPlans
-    _kv: MHATokenToKVPool
+    _kv: KVCache
+    _layers: Layers
     _slots: torch.Tensor
     _step: Step | None = None
     _grid: int | None = None
     _fixed_grid: int
 
-    def set_up_sharing(self, model_runner: ModelRunner) -> None:
+    def set_up_sharing(self, model_runner: ModelRunner, layers: Layers) -> None:
         """Make the planners, and test the kernels on this device. See :func:`share`."""
-        config = model_runner.model_config
-        tp_size = get_parallel().attn_tp_size
-        pool = model_runner.token_to_kv_pool
-        self._kv = pool
+        self._layers = layers
+        self._kv = pool = model_runner.token_to_kv_pool
         self._slots = model_runner.req_to_token_pool.req_to_token
         most_requests = int(self._slots.shape[0])
-        num_kv_heads = config.get_num_kv_heads(tp_size)
+        num_q_heads, num_kv_heads, head_dim = heads_of(layers.shared[0])
 
         def planner(
             max_tokens: int, max_tile: int, workspace: kernels.Workspace | None = None
         ) -> AttentionPlanner:
             return AttentionPlanner(
-                num_q_heads=config.get_num_attention_heads(tp_size),
+                num_q_heads=num_q_heads,
                 num_kv_heads=num_kv_heads,
-                head_dim=config.head_dim,
+                head_dim=head_dim,
                 dtype=pool.dtype,
                 page_size=1,  # req_to_token names the slot of each token
                 device=self._slots.device,
@@ -214,8 +230,8 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
         if self.implementation.run is kernels.run:
             for each in filter(None, (decodes, mixed)):
                 kernels.try_out(each, table_width=int(self._slots.shape[1]))
-        token_bytes = 2 * num_kv_heads * config.head_dim * pool.dtype.itemsize
-        self.plans = StepPlans(decodes, mixed, int(pool.layer_num), token_bytes)
+        token_bytes = 2 * num_kv_heads * head_dim * pool.dtype.itemsize
+        self.plans = StepPlans(decodes, mixed, len(layers.shared), token_bytes)
         self._fixed_grid = decodes.fixed_grid
 
     # SGLang's interface ---------------------------------------------------------------
@@ -234,7 +250,7 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
         groups, self.groups = self.groups, NO_GROUPS
         self._grid = None
         self._step = self.plans.eager(groups, forward_batch)
-        if self._step is None:
+        if self._step is None or self._layers.why_not:
             super().init_forward_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(
@@ -252,24 +268,35 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
                 self._step = self.plans.for_capture(forward_batch.batch_size)
             else:
                 self._step = self.plans.for_graph(groups, forward_batch)
-            return
-        if decodes and not in_capture:
+            if not self._layers.why_not:
+                return
+        elif decodes and not in_capture:
             self.plans.without_plan(len(groups.table_row), forward_batch)
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
 
+    def _create_decode_wrappers(self, bs: int, num_tokens: int) -> Any:
+        """FlashInfer's plans of a graph: one for both kinds of graph of a batch size.
+
+        It finds them by the size, so the kind captured first would lose its own.
+        """
+        if get_capture_attention_variant() == SHARED:
+            return self.decode_cuda_graph_metadata[bs]
+        return super()._create_decode_wrappers(bs, num_tokens)
+
     def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        attend = super().forward_decode if self._step is None else self._attend
-        return attend(*args, **kwargs)
+        return self._share_or_leave(super().forward_decode, *args, **kwargs)
 
     def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        attend = super().forward_extend if self._step is None else self._attend
-        return attend(*args, **kwargs)
+        return self._share_or_leave(super().forward_extend, *args, **kwargs)
 
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None,
+    def _share_or_leave(
+        self, stock: Callable[..., torch.Tensor],
+        q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None,
         layer: RadixAttention, forward_batch: ForwardBatch,
         save_kv_cache: bool = True, **options: object,
     ) -> torch.Tensor:  # fmt: skip
+        if self._step is None or layer not in self._layers.shared:
+            return stock(q, k, v, layer, forward_batch, save_kv_cache, **options)
         wanted = [
             name for name, v in options.items() if v is not None and v is not False
         ]
@@ -279,7 +306,6 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
                 "kernels that read shared prefixes once do not support; set "
                 '"attention": "stock".'
             )
-        assert self._step is not None
         if save_kv_cache and k is not None:
             self._kv.set_kv_buffer(
                 layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v

@@ -14,12 +14,14 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
 
 from ...errors import ConfigError, EngineError
 from ..compat import support
 from ..compat.support import ATTENTION_BACKEND
 from . import attention_backend
+from .attention_backend import Layers, heads_of
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -56,7 +58,7 @@ def make_backend(model_runner: ModelRunner) -> AttentionBackend:
     names = ("fa3", "flashinfer", "torch_native")
     make = ATTENTION_BACKENDS[name if name in names else "triton"]
     backend: AttentionBackend = make(model_runner)
-    attention_backend.share(backend, model_runner)
+    attention_backend.share(backend, model_runner, find_layers(model_runner))
     return backend
 
 
@@ -89,7 +91,7 @@ def share_by_default(model_runner: ModelRunner) -> None:
     why = "another rank cannot read shared prefixes once"
     done = True
     try:
-        attention_backend.share(backend, model_runner)
+        attention_backend.share(backend, model_runner, find_layers(model_runner))
     except EngineError as error:
         if not automatic:
             raise
@@ -143,27 +145,36 @@ def _obstacle(model_runner: ModelRunner) -> str | None:
 
 
 def model_obstacle(model_runner: ModelRunner) -> str | None:
-    """The feature of the model's attention that the kernels lack, or None if none."""
+    """Why no layer of the model can share, or None if some can."""
+    pool = model_runner.token_to_kv_pool
+    if model_runner.model_config.attention_arch != AttentionArch.MHA:
+        return "latent attention (MLA)"
+    # The layers without a window have a pool of the plain kind.
+    full = pool.full_kv_pool if type(pool) is SWAKVPool else pool
+    if type(full) is not MHATokenToKVPool:
+        return f"a {type(pool).__name__}"
+    if pool.dtype != model_runner.dtype:
+        return f"a KV cache of {pool.dtype} with a model of {model_runner.dtype}"
+    for layer in attention_layers(model_runner.model):
+        # With an encoder, the rows of ``req_to_token`` begin with its tokens.
+        if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
+            return f"attention of type {layer.attn_type}"
+    found = find_layers(model_runner)
+    return None if found.shared else next(iter(found.why_not), "no attention layers")
+
+
+def find_layers(model_runner: ModelRunner) -> Layers:
+    """Decide for each layer. Those that share have heads like the first of them."""
     model = model_runner.model
     if any(name.endswith("sinks") for name, _ in model.named_parameters()):
-        return "attention sinks"
-    config, tp_size = model_runner.model_config, get_parallel().attn_tp_size
-    found = _pool_obstacle(model_runner)
-    if found is not None:
-        return found
-    heads = (
-        config.get_num_attention_heads(tp_size),
-        config.get_num_kv_heads(tp_size),
-        config.head_dim,
-    )
+        return Layers([], ["attention sinks"])
+    found = Layers([], [])
     for layer in attention_layers(model):
-        own = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
-        found = _layer_obstacle(layer)
-        if found is None and own != heads:
-            found = f"layers with heads of their own ({own}, the model has {heads})"
-        if found is not None:
-            return found
-    return None
+        why_not = _layer_obstacle(layer)
+        if why_not is None and heads_of(layer) != heads_of([*found.shared, layer][0]):
+            why_not = f"heads of their own ({heads_of(layer)})"
+        found.why_not.append(why_not) if why_not else found.shared.append(layer)
+    return found
 
 
 def check_attention_ranks(model_runner: ModelRunner) -> None:
@@ -191,17 +202,6 @@ def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
     return [each for each in model.modules() if isinstance(each, RadixAttention)]
 
 
-def _pool_obstacle(model_runner: ModelRunner) -> str | None:
-    pool = model_runner.token_to_kv_pool
-    if model_runner.model_config.attention_arch != AttentionArch.MHA:
-        return "latent attention (MLA)"
-    if type(pool) is not MHATokenToKVPool:
-        return f"a {type(pool).__name__}"
-    if pool.dtype != model_runner.dtype:
-        return f"a KV cache of {pool.dtype} with a model of {model_runner.dtype}"
-    return None
-
-
 def _layer_obstacle(layer: RadixAttention) -> str | None:
     if layer.sliding_window_size > 0:
         return f"a sliding window of {layer.sliding_window_size} tokens"
@@ -209,8 +209,6 @@ def _layer_obstacle(layer: RadixAttention) -> str | None:
         return f"logits capped at {layer.logit_cap}"
     if layer.qk_head_dim != layer.v_head_dim:
         return f"heads of {layer.qk_head_dim} values for K, {layer.v_head_dim} for V"
-    if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
-        return f"attention of type {layer.attn_type}"
     if layer.xai_temperature_len > 0:
         return "a temperature that changes with the position"
     if layer.use_irope:

@@ -24,7 +24,7 @@ from sgl_kernel_ext.shared_prefix_attention.configs import (
     TileConfig,
     pick_config,
 )
-from sgl_kernel_ext.shared_prefix_attention.launch import run
+from sgl_kernel_ext.shared_prefix_attention.launch import PLAIN, Features, run
 from sgl_kernel_ext.shared_prefix_attention.shared_prefix_reference import (
     attention_ref,
     run_reference,
@@ -32,9 +32,11 @@ from sgl_kernel_ext.shared_prefix_attention.shared_prefix_reference import (
 )
 
 __all__ = [
+    "PLAIN",
     "AttentionPlan",
     "AttentionPlanner",
     "DeviceConfig",
+    "Features",
     "TileConfig",
     "TooLarge",
     "Workspace",

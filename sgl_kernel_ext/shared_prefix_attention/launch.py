@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +27,18 @@ MERGE_PROGRAMS_PER_SM = 8
 Tensors = tuple[torch.Tensor, ...]
 
 
+class Features(NamedTuple):
+    """What a layer's attention has beside ``softmax(scale * q k) v``.
+
+    logit_cap: a logit ``l`` becomes ``logit_cap * tanh(l / logit_cap)``. 0 for none.
+    """
+
+    logit_cap: float = 0.0
+
+
+PLAIN = Features()
+
+
 def run(
     plan: AttentionPlan,
     q: torch.Tensor,
@@ -36,6 +49,7 @@ def run(
     out: torch.Tensor,
     scale: float,
     *,
+    features: Features = PLAIN,
     lse: torch.Tensor | None = None,
     grid: int | None = None,
 ) -> None:
@@ -55,6 +69,7 @@ def run(
             ends there, a chunk at its planned length.
         out: same shape as q, written. Rows from num_tokens on are not changed.
         scale: factor of the logits, positive.
+        features: of the layer. The kernel is compiled for the value of the cap.
         lse: float32 ``[at least num_tokens, num_q_heads]``, written, natural log.
         grid: number of programs, by default one per work item. Use
             ``planner.fixed_grid`` for a launch that a CUDA graph captures.
@@ -63,11 +78,11 @@ def run(
         ValueError: for a scale, shape, dtype, stride or device not supported.
     """
     tensors = (q, k_cache, v_cache, table, kv_len, out)
-    check_run(plan, tensors, scale, lse)
+    check_run(plan, tensors, scale, lse, features)
     check_runnable(shared_prefix_attention_kernel, q.device, "run_reference")
     planner = plan.planner
     programs = plan.num_tasks * planner.num_kv_heads if grid is None else grid
-    attend(programs, plan, tensors, scale, lse)
+    attend(programs, plan, tensors, scale, lse, features)
     if grid is not None or plan.num_parts > 0:
         most = MERGE_PROGRAMS_PER_SM * planner.config.num_sms
         merge_parts(
@@ -90,6 +105,7 @@ def attend(
     tensors: Tensors,
     scale: float,
     lse: torch.Tensor | None,
+    features: Features = PLAIN,
 ) -> None:
     """Launch the attention of the plan's tasks, without the merge of their parts."""
     planner = plan.planner
@@ -130,6 +146,7 @@ def attend(
         STAGES_64=tiles.num_stages[1],
         STAGES_128=tiles.num_stages[2],
         HAS_LSE=lse is not None,
+        LOGIT_CAP=float(features.logit_cap),
         PRECISION=dot_precision(planner.dtype, planner.device),
         num_warps=tiles.num_warps_wide if wide else tiles.num_warps,
     )
@@ -146,13 +163,16 @@ def check_run(
     tensors: Tensors,
     scale: float,
     lse: torch.Tensor | None,
+    features: Features,
 ) -> None:
-    """Raise a ValueError for a scale or tensors that do not fit the plan."""
+    """Raise a ValueError for a scale, features or tensors that do not fit the plan."""
     planner, device = plan.planner, plan.planner.device
     q, k_cache, v_cache, table, kv_len, out = tensors
     num_kv_heads, head_dim = planner.num_kv_heads, planner.head_dim
     if not scale > 0:
         raise ValueError(f"scale is {scale}; it must be positive")
+    if not 0 <= features.logit_cap < math.inf:
+        raise ValueError(f"logit_cap is {features.logit_cap}; give 0 for no cap")
     if v_cache.shape[-1] != k_cache.shape[-1]:
         raise ValueError(
             f"k_cache has head_dim {k_cache.shape[-1]}, v_cache {v_cache.shape[-1]}; "

@@ -14,6 +14,7 @@ import triton.language as tl
 from sgl_kernel_ext.shared_prefix_attention import attention_plan, tasks
 
 LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
 HEADER_TASKS = tl.constexpr(attention_plan.HEADER_TASKS)
 NUM_FIELDS = tl.constexpr(tasks.NUM_FIELDS)
 START = tl.constexpr(tasks.START)
@@ -66,6 +67,7 @@ def shared_prefix_attention_kernel(
     STAGES_64: tl.constexpr,
     STAGES_128: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    LOGIT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Programs stride over the work items; any grid gives the same result."""
@@ -86,7 +88,7 @@ def shared_prefix_attention_kernel(
                 stride_qt, stride_qh, stride_kt, stride_vt, stride_table,
                 stride_ot, stride_oh, stride_lt,
                 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE,
-                16, BLOCK_N_16, STAGES_16, False, HAS_LSE, PRECISION,
+                16, BLOCK_N_16, STAGES_16, False, HAS_LSE, LOGIT_CAP, PRECISION,
             )  # fmt: skip
         if MAX_TILE >= 64:  # noqa: SIM102 - decided when compiling
             if i_tile == 1:
@@ -97,7 +99,7 @@ def shared_prefix_attention_kernel(
                     stride_qt, stride_qh, stride_kt, stride_vt, stride_table,
                     stride_ot, stride_oh, stride_lt,
                     NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE,
-                    64, BLOCK_N_64, STAGES_64, False, HAS_LSE, PRECISION,
+                    64, BLOCK_N_64, STAGES_64, False, HAS_LSE, LOGIT_CAP, PRECISION,
                 )  # fmt: skip
         if MAX_TILE >= 128:  # noqa: SIM102 - decided when compiling
             if i_tile == 2:
@@ -108,7 +110,7 @@ def shared_prefix_attention_kernel(
                     stride_qt, stride_qh, stride_kt, stride_vt, stride_table,
                     stride_ot, stride_oh, stride_lt,
                     NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE,
-                    128, BLOCK_N_128, STAGES_128, True, HAS_LSE, PRECISION,
+                    128, BLOCK_N_128, STAGES_128, True, HAS_LSE, LOGIT_CAP, PRECISION,
                 )  # fmt: skip
 
 
@@ -146,6 +148,7 @@ def _attend(
     STAGES: tl.constexpr,
     TWO_LOOPS: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    LOGIT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One task and KV head in a tile of ``BLOCK_M`` rows.
@@ -192,13 +195,13 @@ def _attend(
             b_top, b_sum, b_acc = _step(
                 b_q, b_top, b_sum, b_acc, b_limit, i_block, i_end,
                 k_ptr, v_ptr, p_table, scale_log2, stride_kt, stride_vt,
-                HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, False, PRECISION,
+                HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, False, LOGIT_CAP, PRECISION,
             )  # fmt: skip
     for i_block in tl.range(i_masked, i_end, BLOCK_N, num_stages=STAGES):
         b_top, b_sum, b_acc = _step(
             b_q, b_top, b_sum, b_acc, b_limit, i_block, i_end,
             k_ptr, v_ptr, p_table, scale_log2, stride_kt, stride_vt,
-            HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, True, PRECISION,
+            HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, True, LOGIT_CAP, PRECISION,
         )  # fmt: skip
 
     # A row without any position has sum 0, so output 0 and lse -inf.
@@ -240,6 +243,7 @@ def _step(
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
+    LOGIT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Add ``BLOCK_N`` KV positions to the running softmax of the rows."""
@@ -261,6 +265,11 @@ def _step(
 
     # [BLOCK_M, BLOCK_D] @ [BLOCK_D, BLOCK_N]
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    if LOGIT_CAP > 0:
+        # tanh(x) is 1 - 2 / (exp(2 x) + 1), also where exp overflows.
+        b_exp = tl.exp2(b_s * (scale_log2 * (2.0 / LOGIT_CAP)))
+        b_s = LOGIT_CAP * LOG2E * (1.0 - 2.0 / (b_exp + 1.0))
+        scale_log2 = 1.0
     if MASKED:
         b_s = tl.where(o_position[None, :] < b_limit[:, None], b_s, float("-inf"))
     b_new = tl.maximum(b_top, tl.max(b_s, axis=1) * scale_log2)

@@ -16,7 +16,12 @@ from sgl_kernel_ext.shared_prefix_attention.attention_plan import (
     AttentionPlan,
     AttentionPlanner,
 )
-from sgl_kernel_ext.shared_prefix_attention.launch import check_run, run
+from sgl_kernel_ext.shared_prefix_attention.launch import (
+    PLAIN,
+    Features,
+    check_run,
+    run,
+)
 
 
 def attention_ref(
@@ -29,6 +34,7 @@ def attention_ref(
     table_row: list[int],
     page_size: int,
     scale: float,
+    features: Features = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each request over all of its KV, in float32.
 
@@ -51,6 +57,8 @@ def attention_ref(
         b_k = k_cache[slots].float().repeat_interleave(group, dim=1)
         b_v = v_cache[slots].float().repeat_interleave(group, dim=1)
         logits = torch.einsum("qhd,khd->hqk", b_q, b_k) * scale
+        if features.logit_cap:
+            logits = (logits / features.logit_cap).tanh() * features.logit_cap
         own = torch.arange(length - queries, length, device=q.device)
         seen = torch.arange(length, device=q.device)[None, :] <= own[:, None]
         logits = logits.masked_fill(~seen, -torch.inf)
@@ -70,12 +78,13 @@ def run_reference(
     out: torch.Tensor,
     scale: float,
     *,
+    features: Features = PLAIN,
     lse: torch.Tensor | None = None,
 ) -> None:
     """Execute a plan task by task, each a few batched matrix products in float32. Arguments
     and errors are those of ``run``.
     """
-    check_run(plan, (q, k_cache, v_cache, table, kv_len, out), scale, lse)
+    check_run(plan, (q, k_cache, v_cache, table, kv_len, out), scale, lse, features)
     workspace = plan.planner.workspace
     gather = torch.from_numpy(plan.gather).long().to(q.device)
     indptr = torch.from_numpy(plan.part_indptr).to(q.device)
@@ -92,6 +101,7 @@ def run_reference(
             lengths,
             plan.planner.page_size,
             scale,
+            features,
         )
         if task[tasks.PART] < 0:
             rows = gather[start : start + count]
@@ -114,6 +124,7 @@ def _attend(
     lengths: list[int],
     page_size: int,
     scale: float,
+    features: Features,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output ``[count, num_q_heads, head_dim]`` and lse of one task, float32."""
     count, num_heads, head_dim = q.shape
@@ -133,6 +144,8 @@ def _attend(
     b_k = k_cache[slots].float().permute(1, 2, 0)
     b_v = v_cache[slots].float().transpose(0, 1)
     logits = torch.bmm(b_q * scale, b_k)
+    if features.logit_cap:
+        logits.div_(features.logit_cap).tanh_().mul_(features.logit_cap)
     first = task[tasks.FIRST_POSITION]
     if first != tasks.NO_CAUSAL:
         own = first + torch.arange(count, device=q.device).repeat_interleave(group)
@@ -169,7 +182,9 @@ CHUNK = 130
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-def try_out(planner: AttentionPlanner, table_width: int = 0) -> None:
+def try_out(
+    planner: AttentionPlanner, table_width: int = 0, features: Features = PLAIN
+) -> None:
     """Compare ``run`` with PyTorch on a small batch, and in a CUDA graph on a GPU.
 
     Compiles the kernel for the planner's shape and for int64 lengths. Invalidates the
@@ -178,6 +193,7 @@ def try_out(planner: AttentionPlanner, table_width: int = 0) -> None:
     Args:
         table_width: pages per row of the table that will be used. The kernel is
             compiled for the divisibility of the table's stride.
+        features: of the layers that the kernel will run.
 
     Raises:
         RuntimeError: the results differ from attention.
@@ -206,12 +222,13 @@ def try_out(planner: AttentionPlanner, table_width: int = 0) -> None:
     scale = planner.head_dim**-0.5
     wanted, _ = attention_ref(
         q, k_cache, v_cache, table, q_len.tolist(), kv_len.tolist(), rows.tolist(),
-        planner.page_size, scale,
+        planner.page_size, scale, features,
     )  # fmt: skip
     out = torch.empty_like(q)
 
     def launch(plan: AttentionPlan, grid: int | None) -> None:
-        run(plan, q, k_cache, v_cache, table, lengths, out, scale, grid=grid)
+        tensors = q, k_cache, v_cache, table, lengths, out
+        run(plan, *tensors, scale, features=features, grid=grid)
 
     for request_node in (nodes, np.full_like(nodes, -1)):
         plan = planner.plan(q_len, kv_len, rows, *forest, request_node)

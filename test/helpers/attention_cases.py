@@ -10,9 +10,11 @@ import torch
 from hypothesis import strategies as st
 
 from sgl_kernel_ext.shared_prefix_attention import (
+    PLAIN,
     AttentionPlan,
     AttentionPlanner,
     DeviceConfig,
+    Features,
     TileConfig,
     attention_ref,
 )
@@ -50,6 +52,7 @@ class Batch:
     table: torch.Tensor
     page_size: int
     scale: float
+    features: Features = PLAIN
 
     @property
     def num_tokens(self) -> int:
@@ -89,6 +92,7 @@ class Batch:
             self.table_row.tolist(),
             self.page_size,
             self.scale,
+            self.features,
         )
 
 
@@ -236,6 +240,11 @@ def assert_attention_close(
         torch.testing.assert_close(
             lse[: batch.num_tokens], wanted_lse, atol=tolerance, rtol=tolerance
         )
+
+
+def features_of(num_q_heads: int, device: str = "cpu") -> list[Features]:
+    """What models have beside plain attention."""
+    return [Features(logit_cap=3.0)]
 
 
 # name -> arguments of make_batch: one to three levels, ragged groups, odd lengths.

@@ -85,8 +85,9 @@ class Stress:
         self.engine = engine
         self.loop = loop
         self.manager = engine.manager
+        # With SDPA, transformers leaves out caps of logits.
         self._model: Any = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32
+            model, dtype=torch.float32, attn_implementation="eager"
         )
         self._checked: set[str] = set()
         self._counts: dict[str, Any] = {}

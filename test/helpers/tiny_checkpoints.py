@@ -16,6 +16,13 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "sliding_window": WINDOW,
     },
+    "gemma2": {
+        "num_hidden_layers": 4,  # every other one has a window
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": WINDOW,
+        "attn_logit_softcapping": 2.0,  # less than many of these logits
+        "tie_word_embeddings": True,  # SGLang does so whatever this says
+    },
     "gemma3_text": {
         "num_hidden_layers": 3,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],

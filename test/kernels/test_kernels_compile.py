@@ -93,6 +93,7 @@ def test_attention(
         "PAGE_SIZE": page_size,
         "MAX_TILE": max_tile,
         "HAS_LSE": True,
+        "LOGIT_CAP": 0.0,
         "PRECISION": "tf32x3" if value == "fp32" else "ieee",
     }
     for i, rows in enumerate((16, 64, 128)):

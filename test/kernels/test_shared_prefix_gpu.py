@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import Batch, ints, make_planner, poisoned_outputs
+from attention_cases import (
+    Batch,
+    features_of,
+    ints,
+    make_planner,
+    poisoned_outputs,
+)
 from gpu_batches import assert_near, real_batch
 
 from sgl_kernel_ext.shared_prefix_attention import run
@@ -45,6 +51,20 @@ def test_real_sizes(name: str, max_tile: int) -> None:
         out, lse = poisoned_outputs(batch, plan)
         run(plan, *batch.tensors(), out, batch.scale, lse=lse, grid=grid)
         assert_near(batch, out, lse)
+
+
+@pytest.mark.parametrize("max_tile", [64, 128], ids="tile{}".format)
+@pytest.mark.parametrize("number", range(len(features_of(32))))
+def test_features(number: int, max_tile: int) -> None:
+    batch = real_batch(groups=4, chunk=700)
+    batch = replace(batch, q=batch.q * 4, features=features_of(32, "cuda")[number])
+    planner = make_planner(
+        batch, config=None, max_tile=max_tile, max_requests=512, max_tokens=2048
+    )
+    plan = planner.plan(*batch.planned())
+    out, lse = poisoned_outputs(batch, plan)
+    run(plan, *batch.tensors(), out, batch.scale, features=batch.features, lse=lse)
+    assert_near(batch, out, lse)
 
 
 def test_a_graph_replays_grown_and_replanned_batches() -> None:

@@ -12,6 +12,7 @@ from attention_cases import (
     SMALL,
     Batch,
     assert_attention_close,
+    features_of,
     ints,
     make_batch,
     make_planner,
@@ -22,6 +23,7 @@ from example_counts import combinations
 from sgl_kernel_ext.shared_prefix_attention import (
     AttentionPlan,
     AttentionPlanner,
+    Features,
     run,
     shared_prefix_reference,
     try_out,
@@ -38,7 +40,8 @@ def check_run(batch: Batch, planner: AttentionPlanner, grid: int | None = None) 
     """AttentionPlan, run into poisoned memory, and compare."""
     plan = planner.plan(*batch.planned())
     out, lse = poisoned_outputs(batch, plan)
-    run(plan, *batch.tensors(), out, batch.scale, lse=lse, grid=grid)
+    options = {"features": batch.features, "lse": lse, "grid": grid}
+    run(plan, *batch.tensors(), out, batch.scale, **options)  # type: ignore[arg-type]
     assert_attention_close(batch, out, lse)
 
 
@@ -171,6 +174,24 @@ def test_int64_slot_addresses_and_large_logits() -> None:
     check_run(large, make_planner(large))
 
 
+@pytest.mark.parametrize("max_tile", [16, 64, 128])
+@pytest.mark.parametrize("features", features_of(6), ids=str)
+def test_features(features: Features, max_tile: int) -> None:
+    """With wide tiles, whose blocks without a mask have a loop of their own."""
+    batch = make_batch(**FORESTS["chunks"], heads=(6, 2))  # type: ignore[arg-type]
+    batch = replace(batch, q=batch.q * 4, features=features)
+    check_run(batch, make_planner(batch, max_tile=max_tile))
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
+def test_caps_of_small_and_large_logits(size: float) -> None:
+    batch = make_batch(**FORESTS["one-root"])  # type: ignore[arg-type]
+    capped = replace(batch, q=batch.q * size, features=Features(logit_cap=5.0))
+    check_run(capped, make_planner(capped))
+    largest = capped.truth()[1].max()
+    assert largest < 5.0 + np.log(163)
+
+
 def test_random_forests() -> None:
     for seed in range(4):
         random = np.random.default_rng(seed)
@@ -209,6 +230,7 @@ def test_what_run_refuses() -> None:
     }
     refusals: list[tuple[dict[str, object], str]] = [
         ({"scale": 0.0}, "scale is 0.0"),
+        ({"features": Features(logit_cap=-1.0)}, "logit_cap is -1.0"),
         ({"v_cache": v[..., :16]}, "k_cache has head_dim 32, v_cache 16"),
         ({"q": q.half()}, "q is torch.float16"),
         ({"k_cache": k.bfloat16()}, "k_cache is torch.bfloat16"),
@@ -232,14 +254,17 @@ def test_what_run_refuses() -> None:
 def test_the_kernel_passes_its_trial() -> None:
     """With a chunk of a prompt, in pages."""
     batch = make_batch(page_size=16)
-    try_out(make_planner(batch, max_requests=8, max_tokens=256), table_width=100)
+    planner = make_planner(batch, max_requests=8, max_tokens=256)
+    try_out(planner, table_width=100)
+    for features in features_of(4):
+        try_out(planner, features=features)
 
 
 def test_a_wrong_kernel_fails_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgets_a_task(plan: AttentionPlan, *args: object, grid: int | None) -> None:
+    def forgets_a_task(plan: AttentionPlan, *args: object, **options: object) -> None:
         table = plan.task_table
         table[0, fields.KV_END] = table[0, fields.KV_BEGIN] + 1
-        run(plan, *args, grid=grid)  # type: ignore[arg-type]
+        run(plan, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(shared_prefix_reference, "run", forgets_a_task)
     with pytest.raises(RuntimeError, match="differs from PyTorch's by"):

@@ -16,6 +16,7 @@ from attention_cases import (
     Batch,
     assert_attention_close,
     batches,
+    features_of,
     ints,
     make_batch,
     make_planner,
@@ -26,6 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_kernel_ext.shared_prefix_attention import (
+    PLAIN,
     AttentionPlan,
     AttentionPlanner,
     TileConfig,
@@ -86,7 +88,8 @@ def same_kv(batch: Batch, row: int, other: int, begin: int, end: int) -> bool:
 
 def check_reference(batch: Batch, plan: AttentionPlan) -> None:
     out, lse = poisoned_outputs(batch, plan)
-    run_reference(plan, *batch.tensors(), out, batch.scale, lse=lse)
+    tensors = batch.tensors()
+    run_reference(plan, *tensors, out, batch.scale, features=batch.features, lse=lse)
     assert_attention_close(batch, out, lse)
 
 
@@ -98,7 +101,8 @@ def test_any_plan_covers_all_kv_once_and_computes_attention(
     planner = make_planner(batch, max_tile=max_tile)
     plan = planner.plan(*batch.planned())
     check_covered_once(batch, plan)
-    check_reference(batch, plan)
+    for features in (PLAIN, *features_of(batch.q.shape[1])):
+        check_reference(replace(batch, features=features), plan)
 
 
 @pytest.mark.parametrize("page_size", [1, 16], ids="page{}".format)

@@ -258,13 +258,16 @@ def test_each_layer_shares_or_not(
     runner = model_runner()
     window = attention(sliding_window_size=32)
     own_heads = attention(2 * HEADS)
-    full = [attention(), attention()]
-    runner.model = torch.nn.ModuleList([window, full[0], own_heads, full[1]])
+    odd = attention(logit_cap=30.0, logit_capping_method="clamp")
+    full = [attention(), attention(logit_cap=30.0)]
+    runner.model = torch.nn.ModuleList([window, full[0], own_heads, odd, full[1]])
     found = attention_choice.find_layers(runner)
     assert found.shared == full
     assert found.why_not == [
-        "a sliding window of 32 tokens", f"heads of their own ({(4 * HEADS, 2 * HEADS, DIM)})"
-    ]  # fmt: skip
+        "a sliding window of 32 tokens",
+        f"heads of their own ({(4 * HEADS, 2 * HEADS, DIM)})",
+        "logits capped by clamp",
+    ]
     attention_choice.share_by_default(runner)
     assert shared == [runner.attn_backend]
     runner.model = window

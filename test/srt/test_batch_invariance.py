@@ -28,15 +28,17 @@ def test_rows_are_the_same_alone() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(
+    ("has_sinks", "cap"), [(False, 0.0), (True, 0.0), (False, 0.5)]
+)
 def test_a_query_attends_the_same_in_a_prompt_and_alone(
-    window: int | None, has_sinks: bool
+    window: int | None, has_sinks: bool, cap: float
 ) -> None:
     torch.manual_seed(0)
     queries, keys = torch.randn(40, 4, 16), torch.randn(40, 2, 16)
     values = torch.randn(40, 2, 16)
     sinks = torch.randn(4) if has_sinks else None
-    options = {"scale": 0.25, "window": window, "sinks": sinks}
+    options = {"scale": 0.25, "window": window, "sinks": sinks, "cap": cap}
     whole = attend_each(queries, keys, values, **options)
     assert torch.allclose(whole, attend(queries, keys, values, **options), atol=1e-5)
     for cut in (1, 13, 39):

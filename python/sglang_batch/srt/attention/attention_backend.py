@@ -228,8 +228,9 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
             decodes = planner(most_requests, 64)
         self.implementation = _implementation(model_runner, decodes)
         if self.implementation.run is kernels.run:
+            features = kernels.Features(layers.shared[0].logit_cap)
             for each in filter(None, (decodes, mixed)):
-                kernels.try_out(each, table_width=int(self._slots.shape[1]))
+                kernels.try_out(each, int(self._slots.shape[1]), features)
         token_bytes = 2 * num_kv_heads * head_dim * pool.dtype.itemsize
         self.plans = StepPlans(decodes, mixed, len(layers.shared), token_bytes)
         self._fixed_grid = decodes.fixed_grid
@@ -323,6 +324,7 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
             forward_batch.seq_lens,
             out,
             layer.scaling,
+            features=kernels.Features(layer.logit_cap),
             **grid,
         )
         return out.flatten(1)

@@ -135,7 +135,8 @@ def _why_not(model_runner: ModelRunner, named: list[str]) -> str | None:
 def _obstacle(model_runner: ModelRunner) -> str | None:
     """The backend or feature of the model that does not support sharing, if any."""
     kind = type(model_runner.attn_backend).__name__
-    if kind not in (*CLASSES, "FastAttention"):  # ours on a CPU, a kind of the last one
+    # Ours on a CPU are kinds of the last one.
+    if kind not in (*CLASSES, "FastAttention", "CpuAttention"):
         return f"SGLang's {kind}"
     if not model_runner.spec_algorithm.is_none():
         return "drafts, which are verified and not decoded"
@@ -205,8 +206,8 @@ def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
 def _layer_obstacle(layer: RadixAttention) -> str | None:
     if layer.sliding_window_size > 0:
         return f"a sliding window of {layer.sliding_window_size} tokens"
-    if layer.logit_cap > 0:
-        return f"logits capped at {layer.logit_cap}"
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        return f"logits capped by {layer.logit_capping_method}"
     if layer.qk_head_dim != layer.v_head_dim:
         return f"heads of {layer.qk_head_dim} values for K, {layer.v_head_dim} for V"
     if layer.xai_temperature_len > 0:

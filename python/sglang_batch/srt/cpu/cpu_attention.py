@@ -2,8 +2,8 @@
 
 A step's requests attend together (:mod:`.step_attention`), where SGLang goes from one to the
 next. SGLang's backend also reads a sliding-window layer's KV at the places of the other
-layers' KV, though the layer has a pool of its own, and it knows neither attention sinks nor
-drafts. Such layers and steps are computed here request by request. Encoders, cross-attention
+layers' KV, though the layer has a pool of its own, and it knows no attention sinks, caps of
+logits or drafts. Such layers and steps are computed here request by request. Encoders, cross-attention
 and values of another size than keys are left to SGLang.
 """
 
@@ -53,6 +53,7 @@ def attend(
     scale: float,
     window: int | None,
     sinks: torch.Tensor | None,
+    cap: float = 0.0,
     tree: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of the last tokens of one request.
@@ -61,6 +62,7 @@ def attend(
     keys, values: ``[num_tokens, num_kv_heads, dim]``, ``num_heads`` is a multiple.
     window: tokens before each query that it sees. None or negative: all of them.
     sinks: ``[num_heads]`` or None.
+    cap: bound of the logits, by tanh, or 0.
     tree: bool ``[num_queries, num_queries]`` if the queries are drafts: those that each of
         them sees, itself included. None: they follow one another.
 
@@ -71,7 +73,7 @@ def attend(
     shared = queries.shape[1] // keys.shape[1]
     keys = keys.repeat_interleave(shared, 1)
     values = values.repeat_interleave(shared, 1)
-    logits = torch.einsum("qhd,khd->hqk", queries, keys) * scale
+    logits = _capped(torch.einsum("qhd,khd->hqk", queries, keys) * scale, cap)
     before = num_tokens - num_queries
     if tree is None:
         tree = torch.ones(num_queries, num_queries, dtype=torch.bool).tril()
@@ -87,6 +89,10 @@ def attend(
     weights = logits.softmax(-1)[..., :num_tokens]
     # KV outside of the window may have been overwritten; its weight is 0.
     return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+def _capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    return (logits / cap).tanh() * cap if cap else logits
 
 
 class FastAttention(TorchNativeAttnBackend):  # type: ignore[misc]
@@ -154,7 +160,7 @@ def _is_fast(args: tuple[torch.Tensor, ...], options: dict[str, Any]) -> bool:
 
 
 class CpuAttention(FastAttention):
-    """The same with window pools, sinks and drafts."""
+    """The same with window pools, sinks, capped logits and drafts."""
 
     _attend = staticmethod(attend)
 
@@ -166,7 +172,7 @@ class CpuAttention(FastAttention):
 
     def _is_stock(self, layer: Any, sinks: torch.Tensor | None) -> bool:
         """Whether SGLang's attention is right for a layer."""
-        return sinks is None and not self._has_own_pool(layer)
+        return sinks is None and not layer.logit_cap and not self._has_own_pool(layer)
 
     def _has_own_pool(self, layer: Any) -> bool:
         if not self.use_sliding_window_kv_pool:
@@ -218,7 +224,7 @@ class CpuAttention(FastAttention):
             trees = draft_trees(forward_batch.spec_info.custom_mask, lengths, counts)
             lengths = list(map(sum, zip(lengths, counts, strict=True)))
         options = {"scale": layer.scaling, "window": layer.sliding_window_size}
-        options["sinks"] = sinks
+        options |= {"sinks": sinks, "cap": layer.logit_cap}
         outputs = []
         begin = 0
         for row, length, count, tree in zip(rows, lengths, counts, trees, strict=True):
@@ -297,6 +303,7 @@ def attend_each(
     scale: float,
     window: int | None,
     sinks: torch.Tensor | None,
+    cap: float = 0.0,
     tree: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As :func:`attend`, query by query."""
@@ -311,7 +318,7 @@ def attend_each(
         if window is not None and window >= 0:
             at = at[-window - 1 :]
         grouped = query.view(1, groups, heads // groups, -1)
-        logits = (keys[at].unsqueeze(2) * grouped).sum(-1) * scale
+        logits = _capped((keys[at].unsqueeze(2) * grouped).sum(-1) * scale, cap)
         if sinks is not None:
             column = sinks.to(logits.dtype).view(1, groups, -1)
             logits = torch.cat([logits, column])

@@ -44,7 +44,8 @@ def make_backend(model_runner: Any) -> TorchNativeAttnBackend:
     if get_exec().deterministic.enable_deterministic_inference:
         return BatchInvariantAttention(model_runner)
     speculates = not model_runner.spec_algorithm.is_none()
-    if model_runner.is_hybrid_swa or model.has_attention_sinks or speculates:
+    more = model.has_attention_sinks or speculates or model_runner.is_hybrid_swa
+    if more or getattr(model.hf_text_config, "attn_logit_softcapping", None):
         return CpuAttention(model_runner)
     return FastAttention(model_runner)
 

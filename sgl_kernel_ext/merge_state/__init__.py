@@ -17,7 +17,7 @@ from sgl_kernel_ext.utils import (
     next_power_of_two,
 )
 
-__all__ = ["merge_parts", "merge_parts_ref"]
+__all__ = ["merge_parts", "merge_parts_ref", "with_sinks"]
 
 # Values that one program holds: 16 per thread of four warps.
 BLOCK_VALUES = 2048
@@ -35,6 +35,7 @@ def merge_parts(
     lse: torch.Tensor | None = None,
     *,
     num_programs: int,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Merge a varying number of parts per token into ``out`` (and ``lse``).
 
@@ -51,6 +52,8 @@ def merge_parts(
         out: ``[num_rows, num_heads, head_dim]``, changed in place.
         lse: float32 ``[num_rows, num_heads]``, changed in place.
         num_programs: size of the grid over tokens. Any size gives the same result.
+        sinks: ``[num_heads]``, a logit that each head attends to once per token beside
+            the parts, with a value of zero.
 
     Raises:
         ValueError: for a wrong shape, dtype, stride or device.
@@ -68,6 +71,8 @@ def merge_parts(
     check_tensor("out", out, (None, num_heads, head_dim), FLOAT_DTYPES, device)
     if lse is not None:
         check_tensor("lse", lse, (out.shape[0], num_heads), float32, device)
+    if sinks is not None:
+        check_tensor("sinks", sinks, (num_heads,), FLOAT_DTYPES, device)
     check_runnable(merge_parts_kernel, out.device, "merge_parts_ref")
     block_d = next_power_of_two(head_dim)
     fitting = max(1, BLOCK_VALUES // (block_d * BLOCK_PARTS))
@@ -82,6 +87,7 @@ def merge_parts(
         lse_parts if lse is None else lse,
         *out.stride()[:2],
         0 if lse is None else lse.stride(0),
+        sinks,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         BLOCK_P=BLOCK_PARTS,
@@ -98,6 +104,7 @@ def merge_parts_ref(
     rows: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """:func:`merge_parts` in plain PyTorch, float32, of the tokens of ``indptr``."""
     num_parts = int(indptr[-1])
@@ -117,8 +124,19 @@ def merge_parts_ref(
     merged = value.new_zeros(len(counts), *value.shape[1:])
     merged.index_add_(0, token, weight[..., None] * value)
     merged /= torch.where(total > 0, total, 1.0)[..., None]
+    merged, merged_lse = with_sinks(merged, top + torch.log(total), sinks)
     written = counts > 0
     target = rows.long()[written]
     out[target] = merged[written].to(out.dtype)
     if lse is not None:
-        lse[target] = (top + torch.log(total))[written]
+        lse[target] = merged_lse[written]
+
+
+def with_sinks(
+    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention ``out`` and ``lse`` (float32) with ``sinks`` as of :func:`merge_parts`."""
+    if sinks is None:
+        return out, lse
+    sinks = sinks.float()
+    return out * (lse - sinks).sigmoid()[..., None], torch.logaddexp(lse, sinks)

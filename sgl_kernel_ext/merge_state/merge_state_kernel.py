@@ -23,6 +23,7 @@ def merge_parts_kernel(
     stride_ot,
     stride_oh,
     stride_lt,
+    sinks_ptr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -46,6 +47,7 @@ def merge_parts_kernel(
                 out_ptr + i_row * stride_ot,
                 lse_ptr + i_row * stride_lt,
                 stride_oh,
+                sinks_ptr,
                 NUM_HEADS,
                 HEAD_DIM,
                 BLOCK_P,
@@ -64,6 +66,7 @@ def _merge_token(
     out_ptr,
     lse_ptr,
     stride_oh,
+    sinks_ptr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -79,6 +82,9 @@ def _merge_token(
     b_top = tl.full([BLOCK_H], float("-inf"), dtype=tl.float32)
     b_sum = tl.zeros([BLOCK_H], dtype=tl.float32)
     b_acc = tl.zeros([BLOCK_H, BLOCK_D], dtype=tl.float32)
+    if sinks_ptr is not None:
+        b_top = tl.load(sinks_ptr + o_head, mask=m_head, other=0.0).to(tl.float32)
+        b_sum += 1.0
     for i_first in range(i_begin, i_end, BLOCK_P):
         o_part = i_first + tl.arange(0, BLOCK_P)
         # [BLOCK_P, BLOCK_H]

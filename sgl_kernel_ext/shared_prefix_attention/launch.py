@@ -31,9 +31,12 @@ class Features(NamedTuple):
     """What a layer's attention has beside ``softmax(scale * q k) v``.
 
     logit_cap: a logit ``l`` becomes ``logit_cap * tanh(l / logit_cap)``. 0 for none.
+    sinks: ``[num_q_heads]``, a logit that each head attends to beside the tokens, with a
+        value of zero. It counts in the lse. None for none.
     """
 
     logit_cap: float = 0.0
+    sinks: torch.Tensor | None = None
 
 
 PLAIN = Features()
@@ -96,6 +99,7 @@ def run(
             num_programs=plan.num_tokens
             if grid is None
             else min(most, planner.max_tokens),
+            sinks=features.sinks,
         )
 
 
@@ -133,6 +137,7 @@ def attend(
         table.stride(0),
         *out.stride()[:2],
         0 if lse is None else lse.stride(0),
+        features.sinks,
         NUM_Q_HEADS=planner.num_q_heads,
         NUM_KV_HEADS=planner.num_kv_heads,
         HEAD_DIM=planner.head_dim,
@@ -194,6 +199,9 @@ def check_run(
         )
     lengths = torch.int32, torch.int64
     check_tensor("kv_len", kv_len, (None,), lengths, device, plan.num_requests)
+    if features.sinks is not None:
+        shape = (planner.num_q_heads,)
+        check_tensor("sinks", features.sinks, shape, FLOAT_DTYPES, device)
     if lse is not None:
-        shape, float32 = (None, planner.num_q_heads), (torch.float32,)
-        check_tensor("lse", lse, shape, float32, device, plan.num_tokens)
+        every, float32 = (None, planner.num_q_heads), (torch.float32,)
+        check_tensor("lse", lse, every, float32, device, plan.num_tokens)

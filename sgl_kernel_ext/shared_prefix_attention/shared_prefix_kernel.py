@@ -54,6 +54,7 @@ def shared_prefix_attention_kernel(
     stride_ot,
     stride_oh,
     stride_lt,
+    sinks_ptr,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -86,7 +87,7 @@ def shared_prefix_attention_kernel(
                 q_ptr, p_k, p_v, table_ptr, kv_len_ptr,
                 out_ptr, lse_ptr, o_parts_ptr, lse_parts_ptr, scale_log2,
                 stride_qt, stride_qh, stride_kt, stride_vt, stride_table,
-                stride_ot, stride_oh, stride_lt,
+                stride_ot, stride_oh, stride_lt, sinks_ptr,
                 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE,
                 16, BLOCK_N_16, STAGES_16, False, HAS_LSE, LOGIT_CAP, PRECISION,
             )  # fmt: skip
@@ -97,7 +98,7 @@ def shared_prefix_attention_kernel(
                     q_ptr, p_k, p_v, table_ptr, kv_len_ptr,
                     out_ptr, lse_ptr, o_parts_ptr, lse_parts_ptr, scale_log2,
                     stride_qt, stride_qh, stride_kt, stride_vt, stride_table,
-                    stride_ot, stride_oh, stride_lt,
+                    stride_ot, stride_oh, stride_lt, sinks_ptr,
                     NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE,
                     64, BLOCK_N_64, STAGES_64, False, HAS_LSE, LOGIT_CAP, PRECISION,
                 )  # fmt: skip
@@ -108,7 +109,7 @@ def shared_prefix_attention_kernel(
                     q_ptr, p_k, p_v, table_ptr, kv_len_ptr,
                     out_ptr, lse_ptr, o_parts_ptr, lse_parts_ptr, scale_log2,
                     stride_qt, stride_qh, stride_kt, stride_vt, stride_table,
-                    stride_ot, stride_oh, stride_lt,
+                    stride_ot, stride_oh, stride_lt, sinks_ptr,
                     NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE,
                     128, BLOCK_N_128, STAGES_128, True, HAS_LSE, LOGIT_CAP, PRECISION,
                 )  # fmt: skip
@@ -138,6 +139,7 @@ def _attend(
     stride_ot,
     stride_oh,
     stride_lt,
+    sinks_ptr,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -186,6 +188,11 @@ def _attend(
     b_limit = tl.minimum(i_position + 1 + o_row // GROUP, i_end)
     b_top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if sinks_ptr is not None:  # noqa: SIM102 - decided when compiling
+        # The sinks of a token with several parts come in when they are merged.
+        if i_part < 0:
+            b_top = tl.load(sinks_ptr + o_head).to(tl.float32) * LOG2E
+            b_sum += 1.0
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     i_masked = i_begin
     if TWO_LOOPS:

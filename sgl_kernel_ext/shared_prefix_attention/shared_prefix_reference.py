@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from sgl_kernel_ext.merge_state import merge_parts_ref
+from sgl_kernel_ext.merge_state import merge_parts_ref, with_sinks
 from sgl_kernel_ext.shared_prefix_attention import tasks
 from sgl_kernel_ext.shared_prefix_attention.attention_plan import (
     AttentionPlan,
@@ -62,7 +62,11 @@ def attention_ref(
         own = torch.arange(length - queries, length, device=q.device)
         seen = torch.arange(length, device=q.device)[None, :] <= own[:, None]
         logits = logits.masked_fill(~seen, -torch.inf)
-        outs.append(torch.einsum("hqk,khd->qhd", logits.softmax(-1), b_v))
+        if features.sinks is not None:
+            sinks = features.sinks.float()[:, None, None].expand(-1, queries, 1)
+            logits = torch.cat([logits, sinks], -1)
+        weights = logits.softmax(-1)[..., :length]
+        outs.append(torch.einsum("hqk,khd->qhd", weights, b_v))
         lses.append(logits.logsumexp(-1).T)
         start += queries
     return torch.cat(outs), torch.cat(lses)
@@ -104,6 +108,7 @@ def run_reference(
             features,
         )
         if task[tasks.PART] < 0:
+            part_out, part_lse = with_sinks(part_out, part_lse, features.sinks)
             rows = gather[start : start + count]
             out[rows] = part_out.to(out.dtype)
             if lse is not None:
@@ -112,7 +117,8 @@ def run_reference(
             slots = first_part[start : start + count] + task[tasks.PART]
             workspace.o_parts[slots] = part_out
             workspace.lse_parts[slots] = part_lse
-    merge_parts_ref(workspace.o_parts, workspace.lse_parts, indptr, gather, out, lse)
+    parts = workspace.o_parts, workspace.lse_parts
+    merge_parts_ref(*parts, indptr, gather, out, lse, features.sinks)
 
 
 def _attend(

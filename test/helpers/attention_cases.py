@@ -244,7 +244,12 @@ def assert_attention_close(
 
 def features_of(num_q_heads: int, device: str = "cpu") -> list[Features]:
     """What models have beside plain attention."""
-    return [Features(logit_cap=3.0)]
+    sinks = torch.linspace(-4, 4, num_q_heads, device=device)
+    return [
+        Features(logit_cap=3.0),
+        Features(sinks=sinks),
+        Features(logit_cap=3.0, sinks=sinks.half()),
+    ]
 
 
 # name -> arguments of make_batch: one to three levels, ragged groups, odd lengths.

@@ -94,6 +94,7 @@ def test_attention(
         "MAX_TILE": max_tile,
         "HAS_LSE": True,
         "LOGIT_CAP": 0.0,
+        "sinks_ptr": None,
         "PRECISION": "tf32x3" if value == "fp32" else "ieee",
     }
     for i, rows in enumerate((16, 64, 128)):
@@ -108,5 +109,5 @@ def test_attention(
 def test_merges(device: str) -> None:
     target = DEVICES[device][0]
     shape = {"NUM_HEADS": 32, "HEAD_DIM": 80, "BLOCK_H": 4, "BLOCK_D": 128}
-    shape |= {"BLOCK_P": 4, "HAS_LSE": True}
+    shape |= {"BLOCK_P": 4, "HAS_LSE": True, "sinks_ptr": None}
     compiled(merge_parts_kernel, target, "bf16", shape, 4)

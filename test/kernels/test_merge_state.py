@@ -93,7 +93,10 @@ def test_an_empty_part_is_the_identity() -> None:
 
 @pytest.mark.parametrize("num_programs", [1, 4, 9], ids="grid{}".format)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_any_number_of_parts(dtype: torch.dtype, num_programs: int) -> None:
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-9, 9, 6)], ids=["", "sinks"])
+def test_any_number_of_parts(
+    sinks: torch.Tensor | None, dtype: torch.dtype, num_programs: int
+) -> None:
     counts = torch.tensor([1, 0, 2, 9, 4, 5])
     o_parts, lse_parts = make_part(23, 6, 48, torch.float32, 2)
     lse_parts[3:12, 1] = -torch.inf  # of one token all parts of one head
@@ -104,7 +107,7 @@ def test_any_number_of_parts(dtype: torch.dtype, num_programs: int) -> None:
     out = torch.full((7, 6, 48), 7.0).to(dtype)
     lse = torch.full((7, 6), 7.0)
     wanted, wanted_lse = out.clone(), lse.clone()
-    merge_parts_ref(o_parts, lse_parts, indptr, rows, wanted, wanted_lse)
+    merge_parts_ref(o_parts, lse_parts, indptr, rows, wanted, wanted_lse, sinks)
     # Room for more tokens than there are.
     indptr = torch.cat([indptr, torch.full((3,), 10**6, dtype=torch.int32)])
     rows = torch.cat([rows, torch.full((3,), 10**6, dtype=torch.int32)])
@@ -118,12 +121,25 @@ def test_any_number_of_parts(dtype: torch.dtype, num_programs: int) -> None:
         out,
         lse,
         num_programs=num_programs,
+        sinks=sinks,
     )
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(out, wanted, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse, wanted_lse)
     assert (out[[1, 3]] == 7).all()
-    assert (lse[5, 1] == -torch.inf) and (out[5, 1] == 0).all()
+    nothing = -torch.inf if sinks is None else sinks[1]
+    assert (lse[5, 1] == nothing) and (out[5, 1] == 0).all()
+
+
+def test_sinks_are_one_more_part_without_values() -> None:
+    o_parts, lse_parts = make_part(6, 2, 16, torch.float32, 5)
+    indptr, rows = torch.tensor([0, 2, 4, 6]).int(), torch.arange(3).int()
+    out, lse = torch.empty(3, 2, 16), torch.empty(3, 2)
+    merge_parts_ref(o_parts, lse_parts, indptr, rows, out, lse)
+    sinks = torch.tensor([-1.0, 2.0])
+    wanted = merge_two(out, lse, torch.zeros_like(out), sinks.expand(3, 2))
+    merge_parts_ref(o_parts, lse_parts, indptr, rows, out, lse, sinks)
+    torch.testing.assert_close((out, lse), wanted)
 
 
 def test_the_reference_merges_like_a_chain_of_two() -> None:
@@ -165,6 +181,8 @@ def test_what_is_refused() -> None:
         merge(parts, lse.half())
     with pytest.raises(ValueError, match="out is torch"):
         merge(parts, lse, out=parts.int())
+    with pytest.raises(ValueError, match=r"sinks has shape \[2\]; expected \[3\]"):
+        merge(parts, lse, sinks=torch.ones(2))
     with pytest.raises(ValueError, match="lse_parts is not contiguous"):
         merge(parts, lse.T.contiguous().T)
     with pytest.raises(ValueError, match="out has stride 2 in its last dimension"):

@@ -175,12 +175,24 @@ def test_int64_slot_addresses_and_large_logits() -> None:
 
 
 @pytest.mark.parametrize("max_tile", [16, 64, 128])
-@pytest.mark.parametrize("features", features_of(6), ids=str)
+@pytest.mark.parametrize("features", features_of(6), ids=["cap", "sinks", "both"])
 def test_features(features: Features, max_tile: int) -> None:
     """With wide tiles, whose blocks without a mask have a loop of their own."""
     batch = make_batch(**FORESTS["chunks"], heads=(6, 2))  # type: ignore[arg-type]
     batch = replace(batch, q=batch.q * 4, features=features)
     check_run(batch, make_planner(batch, max_tile=max_tile))
+
+
+@pytest.mark.parametrize("sink", [-1e4, 0.0, 1e4])
+def test_small_and_large_sinks(sink: float) -> None:
+    """Of tokens with one part and with several, and of a chunk's last tokens."""
+    batch = make_batch(**FORESTS["chunks"])  # type: ignore[arg-type]
+    sinks = torch.full((4,), sink)
+    batch = replace(batch, features=Features(sinks=sinks))
+    planner = make_planner(batch)
+    counts = np.diff(planner.plan(*batch.planned()).part_indptr)
+    assert (counts == 0).any() and (counts > 1).any()
+    check_run(batch, planner)
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
@@ -231,6 +243,8 @@ def test_what_run_refuses() -> None:
     refusals: list[tuple[dict[str, object], str]] = [
         ({"scale": 0.0}, "scale is 0.0"),
         ({"features": Features(logit_cap=-1.0)}, "logit_cap is -1.0"),
+        ({"features": Features(sinks=torch.ones(2))}, r"sinks has shape \[2\]"),
+        ({"features": Features(sinks=torch.ones(4).int())}, "sinks is torch.int32"),
         ({"v_cache": v[..., :16]}, "k_cache has head_dim 32, v_cache 16"),
         ({"q": q.half()}, "q is torch.float16"),
         ({"k_cache": k.bfloat16()}, "k_cache is torch.bfloat16"),

@@ -32,6 +32,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_kernel_ext.shared_prefix_attention import (
     AttentionPlanner,
+    Features,
     attention_ref,
     run_reference,
 )
@@ -511,5 +512,12 @@ def test_rows_of_padding_are_attended_for(backend: Sharing) -> None:
     apart = backend.forward_decode(q.view(wanted.shape), None, None, layer, batch)
     assert torch.equal(apart, out)
     backend.forward_decode(q, None, None, layer, batch, q_rope=None)
-    with pytest.raises(EngineError, match="attends with sinks, which"):
-        backend.forward_decode(q, None, None, layer, batch, sinks=torch.ones(1))
+    sinks = torch.tensor([3.0, -1.0])
+    weighed = backend.forward_decode(q, None, None, layer, batch, sinks=sinks)
+    wanted, _ = attention_ref(
+        q.view(4, HEADS, DIM), k, v, backend._slots, [1] * 4, [910, 920, 930, 1],
+        [0, 1, 2, 0], 1, 0.25, Features(sinks=sinks),
+    )  # fmt: skip
+    torch.testing.assert_close(weighed.view_as(wanted), wanted, atol=1e-5, rtol=1e-5)
+    with pytest.raises(EngineError, match="attends with q_rope, which"):
+        backend.forward_decode(q, None, None, layer, batch, q_rope=torch.ones(1))

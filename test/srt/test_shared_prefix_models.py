@@ -12,10 +12,12 @@ import pytest
 from stress_runs import scenario
 from tiny_checkpoints import ARGUMENTS, write_checkpoint
 
-# Full layers beside windows of 32 tokens in one pool, the first with capped logits.
+# Full layers beside windows of 32 tokens: in one pool, once with capped logits, and in pools
+# of their own, with sinks.
 CASES = {
     "gemma2": ("--disable-overlap-schedule",),
     "gemma3_text": ("--enable-mixed-chunk",),
+    "gpt_oss": ("--enable-mixed-chunk", "--swa-full-tokens-ratio=0.6"),
 }
 SHARE = '--offline-batch-config={"learn_costs": false, "attention": "torch"}'
 

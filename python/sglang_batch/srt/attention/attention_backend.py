@@ -228,7 +228,9 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
             decodes = planner(most_requests, 64)
         self.implementation = _implementation(model_runner, decodes)
         if self.implementation.run is kernels.run:
-            features = kernels.Features(layers.shared[0].logit_cap)
+            named = model_runner.model.named_parameters()
+            sinks = next((each for name, each in named if name.endswith("sinks")), None)
+            features = kernels.Features(layers.shared[0].logit_cap, sinks)
             for each in filter(None, (decodes, mixed)):
                 kernels.try_out(each, int(self._slots.shape[1]), features)
         token_bytes = 2 * num_kv_heads * head_dim * pool.dtype.itemsize
@@ -294,10 +296,11 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
         self, stock: Callable[..., torch.Tensor],
         q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None,
         layer: RadixAttention, forward_batch: ForwardBatch,
-        save_kv_cache: bool = True, **options: object,
+        save_kv_cache: bool = True, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
         if self._step is None or layer not in self._layers.shared:
             return stock(q, k, v, layer, forward_batch, save_kv_cache, **options)
+        sinks = options.pop("sinks", None)
         wanted = [
             name for name, v in options.items() if v is not None and v is not False
         ]
@@ -324,7 +327,7 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
             forward_batch.seq_lens,
             out,
             layer.scaling,
-            features=kernels.Features(layer.logit_cap),
+            features=kernels.Features(layer.logit_cap, sinks),
             **grid,
         )
         return out.flatten(1)

@@ -58,7 +58,7 @@ def make_backend(model_runner: ModelRunner) -> AttentionBackend:
     names = ("fa3", "flashinfer", "torch_native")
     make = ATTENTION_BACKENDS[name if name in names else "triton"]
     backend: AttentionBackend = make(model_runner)
-    attention_backend.share(backend, model_runner, find_layers(model_runner))
+    attention_backend.share(backend, model_runner, find_layers(model_runner.model))
     return backend
 
 
@@ -91,7 +91,7 @@ def share_by_default(model_runner: ModelRunner) -> None:
     why = "another rank cannot read shared prefixes once"
     done = True
     try:
-        attention_backend.share(backend, model_runner, find_layers(model_runner))
+        attention_backend.share(backend, model_runner, find_layers(model_runner.model))
     except EngineError as error:
         if not automatic:
             raise
@@ -160,15 +160,12 @@ def model_obstacle(model_runner: ModelRunner) -> str | None:
         # With an encoder, the rows of ``req_to_token`` begin with its tokens.
         if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
             return f"attention of type {layer.attn_type}"
-    found = find_layers(model_runner)
+    found = find_layers(model_runner.model)
     return None if found.shared else next(iter(found.why_not), "no attention layers")
 
 
-def find_layers(model_runner: ModelRunner) -> Layers:
+def find_layers(model: torch.nn.Module) -> Layers:
     """Decide for each layer. Those that share have heads like the first of them."""
-    model = model_runner.model
-    if any(name.endswith("sinks") for name, _ in model.named_parameters()):
-        return Layers([], ["attention sinks"])
     found = Layers([], [])
     for layer in attention_layers(model):
         why_not = _layer_obstacle(layer)

@@ -20,10 +20,20 @@ from sglang.srt.layers.attention.base_attn_backend import (
     AttentionBackend,
     SharedReadEnds,
 )
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import (
+    HybridLinearAttnBackend,
+)
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MHATokenToKVPoolFP4
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    MHATokenToKVPool,
+    MHATokenToKVPoolFP4,
+)
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from sglang.srt.mem_cache.unified_memory_pool import UnifiedSWAKVPool
+from sglang.srt.mem_cache.unified_memory_pool import (
+    UnifiedHybridLinearKVPool,
+    UnifiedSWAKVPool,
+)
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner_utils.capture_mode import (
     _set_capture_attention_variant,
@@ -48,7 +58,7 @@ from sglang_batch.srt.attention.attention_backend import (
     ShareVariants,
     variants_for,
 )
-from sglang_batch.srt.attention.attention_plans import StepPlans
+from sglang_batch.srt.attention.attention_plans import StepPlans, sharing_backends
 from sglang_batch.srt.attention.prefix_forest import NO_GROUPS, PrefixForest
 from sglang_batch.srt.compat import support
 
@@ -278,6 +288,36 @@ def test_each_layer_shares_or_not(
     assert "because of a sliding window of 32 tokens." in caplog.text
 
 
+def test_full_layers_beside_recurrent_ones_share(shared: list[Any]) -> None:
+    runner = model_runner()
+    full, linear = attention(), attention()
+    linear.layer_id = 1
+    runner.model = torch.nn.ModuleList([linear, full])
+    runner.token_to_kv_pool = object.__new__(HybridLinearKVPool)
+    runner.token_to_kv_pool.full_kv_pool = object.__new__(MHATokenToKVPool)
+    runner.token_to_kv_pool.dtype = torch.float32
+    runner.token_to_kv_pool.full_attention_layer_id_mapping = {0: 0}
+    both = object.__new__(HybridLinearAttnBackend)
+    both.full_attn_backend = runner.attn_backend
+    runner.attn_backend = both
+    assert attention_choice.find_layers(runner) == Layers([full], [])
+    attention_choice.share_by_default(runner)
+    assert shared == [both.full_attn_backend]
+    runner.token_to_kv_pool.full_attention_layer_id_mapping = {}
+    assert attention_choice.model_obstacle(runner) == "no attention layers"
+
+
+def test_backends_that_share_are_found_within_others(backend: Sharing) -> None:
+    halves = SimpleNamespace(decode_backend=Stock(), prefill_backend=backend)
+    whole = SimpleNamespace(full_attn_backend=halves, linear_attn_backend=Stock())
+    assert sharing_backends(whole) == [backend]
+    assert sharing_backends(whole, decodes=True) == []
+    halves.decode_backend = halves.prefill_backend
+    assert sharing_backends(whole, decodes=True) == [backend]
+    assert sharing_backends(backend) == [backend]
+    assert sharing_backends(Stock()) == []
+
+
 def test_pools_with_plain_ones_for_full_layers(shared: list[Any]) -> None:
     plain, other = object.__new__(MHATokenToKVPool), object.__new__(MHATokenToKVPoolFP4)
     runner = model_runner()
@@ -285,10 +325,14 @@ def test_pools_with_plain_ones_for_full_layers(shared: list[Any]) -> None:
         (SWAKVPool, plain, None),
         (SWAKVPool, other, "a SWAKVPool"),
         (UnifiedSWAKVPool, plain, "a UnifiedSWAKVPool"),
+        (HybridLinearKVPool, plain, None),
+        (HybridLinearKVPool, other, "a HybridLinearKVPool"),
+        (UnifiedHybridLinearKVPool, plain, "a UnifiedHybridLinearKVPool"),
     ):
         runner.token_to_kv_pool = object.__new__(kind)
         runner.token_to_kv_pool.full_kv_pool = inner
         runner.token_to_kv_pool.dtype = torch.float32
+        runner.token_to_kv_pool.full_attention_layer_id_mapping = {0: 0}
         assert attention_choice.model_obstacle(runner) == found
 
 

@@ -13,11 +13,13 @@ from stress_runs import scenario
 from tiny_checkpoints import ARGUMENTS, write_checkpoint
 
 # Full layers beside windows of 32 tokens: in one pool, once with capped logits, and in pools
-# of their own, with sinks.
+# of their own, with sinks. Full layers beside gated delta nets and beside Mamba-2.
 CASES = {
     "gemma2": ("--disable-overlap-schedule",),
     "gemma3_text": ("--enable-mixed-chunk",),
     "gpt_oss": ("--enable-mixed-chunk", "--swa-full-tokens-ratio=0.6"),
+    "qwen3_next": (),
+    "granitemoehybrid": ("--enable-mixed-chunk",),
 }
 SHARE = '--offline-batch-config={"learn_costs": false, "attention": "torch"}'
 

@@ -31,7 +31,7 @@ from sgl_kernel_ext import shared_prefix_attention as kernels
 from sgl_kernel_ext.shared_prefix_attention import AttentionPlanner
 
 from ...errors import ConfigError, EngineError
-from .attention_plans import Step, StepPlans
+from .attention_plans import Step, StepPlans, sharing_backends
 from .prefix_forest import NO_GROUPS, PrefixForest
 
 if TYPE_CHECKING:
@@ -69,9 +69,10 @@ def variants_for(
         ConfigError: the implementation of sharing cannot be captured in a graph.
     """
     found = original(model_runner, capture_forward_mode, *args, **kw)
-    backend = _sharing_backend(model_runner.attn_backend)
-    if found is not None or backend is None or not capture_forward_mode.is_decode():
+    sharing = sharing_backends(model_runner.attn_backend, decodes=True)
+    if found is not None or not sharing or not capture_forward_mode.is_decode():
         return found
+    backend = sharing[0]
     implementation = backend.implementation
     if not implementation.capturable:
         raise ConfigError(
@@ -79,15 +80,6 @@ def variants_for(
             "add --disable-cuda-graph."
         )
     return ShareVariants(backend)
-
-
-def _sharing_backend(backend: AttentionBackend) -> SharedPrefixMixin | None:
-    """The backend that decodes, if it shares. SGLang may have combined two in one."""
-    # FlashInfer's has another attribute of that name.
-    for each in (backend, getattr(backend, "decode_backend", None)):
-        if getattr(each, "shares_prefixes", False):
-            return cast("SharedPrefixMixin", each)
-    return None
 
 
 logger = logging.getLogger(__name__)

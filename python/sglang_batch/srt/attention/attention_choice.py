@@ -13,7 +13,7 @@ import torch
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
 
@@ -58,7 +58,7 @@ def make_backend(model_runner: ModelRunner) -> AttentionBackend:
     names = ("fa3", "flashinfer", "torch_native")
     make = ATTENTION_BACKENDS[name if name in names else "triton"]
     backend: AttentionBackend = make(model_runner)
-    attention_backend.share(backend, model_runner, find_layers(model_runner.model))
+    attention_backend.share(backend, model_runner, find_layers(model_runner))
     return backend
 
 
@@ -86,12 +86,12 @@ def share_by_default(model_runner: ModelRunner) -> None:
     if found is not None:
         logger.info("Shared prefixes are not read once, because of %s.", found)
         return
-    backend = model_runner.attn_backend
+    backend = _attending(model_runner)
     kind = type(backend)
     why = "another rank cannot read shared prefixes once"
     done = True
     try:
-        attention_backend.share(backend, model_runner, find_layers(model_runner.model))
+        attention_backend.share(backend, model_runner, find_layers(model_runner))
     except EngineError as error:
         if not automatic:
             raise
@@ -100,6 +100,12 @@ def share_by_default(model_runner: ModelRunner) -> None:
     if automatic and not _by_all_ranks(done):
         backend.__class__ = kind
         logger.warning("Shared prefixes are not read once: %s", why)
+
+
+def _attending(model_runner: ModelRunner) -> AttentionBackend:
+    """The backend without those of recurrent layers."""
+    used = model_runner.attn_backend
+    return getattr(used, "full_attn_backend", used)
 
 
 def _by_all_ranks(done: bool) -> bool:
@@ -134,7 +140,7 @@ def _why_not(model_runner: ModelRunner, named: list[str]) -> str | None:
 
 def _obstacle(model_runner: ModelRunner) -> str | None:
     """The backend or feature of the model that does not support sharing, if any."""
-    kind = type(model_runner.attn_backend).__name__
+    kind = type(_attending(model_runner)).__name__
     # Ours on a CPU are kinds of the last one.
     if kind not in (*CLASSES, "FastAttention", "CpuAttention"):
         return f"SGLang's {kind}"
@@ -150,8 +156,9 @@ def model_obstacle(model_runner: ModelRunner) -> str | None:
     pool = model_runner.token_to_kv_pool
     if model_runner.model_config.attention_arch != AttentionArch.MHA:
         return "latent attention (MLA)"
-    # The layers without a window have a pool of the plain kind.
-    full = pool.full_kv_pool if type(pool) is SWAKVPool else pool
+    # Full layers beside windows or recurrent layers have a pool of the plain kind.
+    parted = type(pool) in (SWAKVPool, HybridLinearKVPool)
+    full = pool.full_kv_pool if parted else pool
     if type(full) is not MHATokenToKVPool:
         return f"a {type(pool).__name__}"
     if pool.dtype != model_runner.dtype:
@@ -160,14 +167,19 @@ def model_obstacle(model_runner: ModelRunner) -> str | None:
         # With an encoder, the rows of ``req_to_token`` begin with its tokens.
         if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
             return f"attention of type {layer.attn_type}"
-    found = find_layers(model_runner.model)
+    found = find_layers(model_runner)
     return None if found.shared else next(iter(found.why_not), "no attention layers")
 
 
-def find_layers(model: torch.nn.Module) -> Layers:
+def find_layers(model_runner: ModelRunner) -> Layers:
     """Decide for each layer. Those that share have heads like the first of them."""
     found = Layers([], [])
-    for layer in attention_layers(model):
+    pool = model_runner.token_to_kv_pool
+    for layer in attention_layers(model_runner.model):
+        # Linear attention of some models is of this class, too, and has no KV.
+        ids = getattr(pool, "full_attention_layer_id_mapping", (layer.layer_id,))
+        if layer.layer_id not in ids:
+            continue
         why_not = _layer_obstacle(layer)
         if why_not is None and heads_of(layer) != heads_of([*found.shared, layer][0]):
             why_not = f"heads of their own ({heads_of(layer)})"

@@ -191,6 +191,19 @@ def host_lengths(forward_batch: ForwardBatch) -> Int32s:
     return lengths
 
 
+def sharing_backends(used: Any, *, decodes: bool = False) -> list[Any]:
+    """A backend and those that SGLang has combined in it, if they share prefixes.
+
+    decodes: leave out the one for prompts.
+    """
+    names = ["full_attn_backend", "decode_backend", "prefill_backend"]
+    parts = (getattr(used, name, None) for name in names[: 2 if decodes else 3])
+    found = [used] if getattr(used, "shares_prefixes", False) else []
+    for part in filter(None, parts):
+        found += sharing_backends(part, decodes=decodes)
+    return found
+
+
 class Sharing:
     """The scheduler's part of attention that reads shared prefixes once.
 
@@ -198,14 +211,7 @@ class Sharing:
     """
 
     def __init__(self, model_runner: ModelRunner, jobs: Any) -> None:
-        # None, one or two.
-        used: Any = model_runner.attn_backend
-        halves = (
-            getattr(used, f"{half}_backend", None) for half in ("prefill", "decode")
-        )
-        self.backends: list[Any] = [
-            part for part in (used, *halves) if getattr(part, "shares_prefixes", False)
-        ]
+        self.backends = sharing_backends(model_runner.attn_backend)
         self._finder = PrefixForestBuilder(jobs)
 
     def show(self, batch: ScheduleBatch, decoded_apart: int = 0) -> None:

@@ -177,7 +177,9 @@ class AttentionPlanner:
     Args:
         num_q_heads, num_kv_heads, head_dim: of this rank's attention layers. K and V
             have the same ``head_dim``, 16 to 256.
-        dtype: of q and the KV cache: float32, float16 or bfloat16.
+        dtype: of q: float32, float16 or bfloat16.
+        kv_dtype: of the KV cache: that of q, which is the default, or float8_e4m3fn,
+            whose values are converted when they have been read.
         page_size: KV tokens per page of the table.
         device: of the kernels and their buffers. "cpu" for ``run_reference`` and
             Triton's interpreter.
@@ -207,14 +209,23 @@ class AttentionPlanner:
         max_requests: int,
         max_tokens: int,
         max_nodes: int,
+        kv_dtype: torch.dtype | None = None,
         max_tile: int = 64,
         max_tasks: int | None = None,
         max_parts: int | None = None,
         config: DeviceConfig | None = None,
         workspace: Workspace | None = None,
     ) -> None:
+        self.kv_dtype = kv_dtype or dtype
+        self.quantised = self.kv_dtype != dtype
         check_planner_sizes(
-            num_q_heads, num_kv_heads, head_dim, dtype, page_size, max_tile
+            num_q_heads,
+            num_kv_heads,
+            head_dim,
+            dtype,
+            self.kv_dtype,
+            page_size,
+            max_tile,
         )
         self.num_q_heads = num_q_heads
         self.num_kv_heads = num_kv_heads
@@ -230,7 +241,7 @@ class AttentionPlanner:
         self.config = config or pick_config(self.device, head_dim, dtype.itemsize)
         self.growth_tokens = self.config.min_split_tokens
         # Per KV head: bytes of a KV token, and of a row's part, written and read.
-        self._kv_bytes = 2 * head_dim * dtype.itemsize
+        self._kv_bytes = 2 * head_dim * self.kv_dtype.itemsize
         self._part_bytes = 2 * 4 * (head_dim + 1)
         self._costs = forest.Costs(
             self.group,

@@ -9,6 +9,7 @@ from sgl_kernel_ext.shared_prefix_attention import forest, tasks
 from sgl_kernel_ext.utils import FLOAT_DTYPES
 
 MAX_HEAD_DIM = 256
+QUANTISED_DTYPES = (torch.float8_e4m3fn,)
 
 _FAULTS = {
     forest.BAD_PARENT: "node_parent[{i}] is {parent}; parents come before children",
@@ -29,6 +30,7 @@ def check_planner_sizes(
     num_kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     page_size: int,
     max_tile: int,
 ) -> None:
@@ -49,6 +51,10 @@ def check_planner_sizes(
         raise ValueError(f"head_dim is {head_dim}; supported are 16 to {MAX_HEAD_DIM}")
     if dtype not in FLOAT_DTYPES:
         raise ValueError(f"dtype is {dtype}; supported are {FLOAT_DTYPES}")
+    if kv_dtype not in (dtype, *QUANTISED_DTYPES):
+        raise ValueError(
+            f"kv_dtype is {kv_dtype}; supported are {dtype} and {QUANTISED_DTYPES}"
+        )
     if page_size < 1:
         raise ValueError(f"page_size is {page_size}; a page holds at least one token")
 

@@ -33,10 +33,13 @@ class Features(NamedTuple):
     logit_cap: a logit ``l`` becomes ``logit_cap * tanh(l / logit_cap)``. 0 for none.
     sinks: ``[num_q_heads]``, a logit that each head attends to beside the tokens, with a
         value of zero. It counts in the lse. None for none.
+    v_scale: factor of the values of a quantised cache. That of its keys is part of the
+        scale.
     """
 
     logit_cap: float = 0.0
     sinks: torch.Tensor | None = None
+    v_scale: float = 1.0
 
 
 PLAIN = Features()
@@ -66,7 +69,8 @@ def run(
         plan: the newest plan of its planner, for the planned lengths or any for which
             it is ``still_valid``.
         q: ``[at least num_tokens, num_q_heads, head_dim]`` in the batch's order.
-        k_cache, v_cache: ``[num_slots, num_kv_heads, head_dim]``.
+        k_cache, v_cache: ``[num_slots, num_kv_heads, head_dim]``, of the planner's
+            ``kv_dtype``.
         table: int32 ``[rows, max_pages]``.
         kv_len: int32 or int64 ``[at least num_requests]``, the KV lengths now. A decode
             ends there, a chunk at its planned length.
@@ -138,6 +142,7 @@ def attend(
         *out.stride()[:2],
         0 if lse is None else lse.stride(0),
         features.sinks,
+        features.v_scale if planner.quantised else None,
         NUM_Q_HEADS=planner.num_q_heads,
         NUM_KV_HEADS=planner.num_kv_heads,
         HEAD_DIM=planner.head_dim,
@@ -178,15 +183,20 @@ def check_run(
         raise ValueError(f"scale is {scale}; it must be positive")
     if not 0 <= features.logit_cap < math.inf:
         raise ValueError(f"logit_cap is {features.logit_cap}; give 0 for no cap")
+    if features.v_scale != 1.0 and not (planner.quantised and features.v_scale > 0):
+        raise ValueError(
+            f"v_scale is {features.v_scale} with a cache of {planner.kv_dtype}; give 1, "
+            "or a positive one with a cache of fp8"
+        )
     if v_cache.shape[-1] != k_cache.shape[-1]:
         raise ValueError(
             f"k_cache has head_dim {k_cache.shape[-1]}, v_cache {v_cache.shape[-1]}; "
             "different head dims are not supported: run them on another kernel"
         )
-    own, int32 = (planner.dtype,), (torch.int32,)
+    own, kept, int32 = (planner.dtype,), (planner.kv_dtype,), (torch.int32,)
     cache = num_kv_heads, head_dim
-    check_tensor("k_cache", k_cache, (None, *cache), own, device)
-    check_tensor("v_cache", v_cache, (k_cache.shape[0], *cache), own, device)
+    check_tensor("k_cache", k_cache, (None, *cache), kept, device)
+    check_tensor("v_cache", v_cache, (k_cache.shape[0], *cache), kept, device)
     queries = None, planner.num_q_heads, head_dim
     check_tensor("q", q, queries, own, device, plan.num_tokens)
     check_tensor("out", out, queries, FLOAT_DTYPES, device, plan.num_tokens)

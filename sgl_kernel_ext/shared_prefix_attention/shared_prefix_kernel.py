@@ -55,6 +55,7 @@ def shared_prefix_attention_kernel(
     stride_oh,
     stride_lt,
     sinks_ptr,
+    v_scale,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -87,7 +88,7 @@ def shared_prefix_attention_kernel(
                 q_ptr, p_k, p_v, table_ptr, kv_len_ptr,
                 out_ptr, lse_ptr, o_parts_ptr, lse_parts_ptr, scale_log2,
                 stride_qt, stride_qh, stride_kt, stride_vt, stride_table,
-                stride_ot, stride_oh, stride_lt, sinks_ptr,
+                stride_ot, stride_oh, stride_lt, sinks_ptr, v_scale,
                 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE,
                 16, BLOCK_N_16, STAGES_16, False, HAS_LSE, LOGIT_CAP, PRECISION,
             )  # fmt: skip
@@ -98,7 +99,7 @@ def shared_prefix_attention_kernel(
                     q_ptr, p_k, p_v, table_ptr, kv_len_ptr,
                     out_ptr, lse_ptr, o_parts_ptr, lse_parts_ptr, scale_log2,
                     stride_qt, stride_qh, stride_kt, stride_vt, stride_table,
-                    stride_ot, stride_oh, stride_lt, sinks_ptr,
+                    stride_ot, stride_oh, stride_lt, sinks_ptr, v_scale,
                     NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE,
                     64, BLOCK_N_64, STAGES_64, False, HAS_LSE, LOGIT_CAP, PRECISION,
                 )  # fmt: skip
@@ -109,7 +110,7 @@ def shared_prefix_attention_kernel(
                     q_ptr, p_k, p_v, table_ptr, kv_len_ptr,
                     out_ptr, lse_ptr, o_parts_ptr, lse_parts_ptr, scale_log2,
                     stride_qt, stride_qh, stride_kt, stride_vt, stride_table,
-                    stride_ot, stride_oh, stride_lt, sinks_ptr,
+                    stride_ot, stride_oh, stride_lt, sinks_ptr, v_scale,
                     NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE,
                     128, BLOCK_N_128, STAGES_128, True, HAS_LSE, LOGIT_CAP, PRECISION,
                 )  # fmt: skip
@@ -140,6 +141,7 @@ def _attend(
     stride_oh,
     stride_lt,
     sinks_ptr,
+    v_scale,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -215,6 +217,8 @@ def _attend(
     b_seen = b_sum > 0
     b_divisor = tl.where(b_seen, b_sum, 1.0)
     b_out = b_acc / b_divisor[:, None]
+    if v_scale is not None:
+        b_out *= v_scale
     b_lse = tl.where(b_seen, (b_top + tl.log2(b_divisor)) * LN2, float("-inf"))
     if i_part < 0:
         o_out = o_token * stride_ot + o_head * stride_oh
@@ -269,6 +273,7 @@ def _step(
     else:
         b_k = tl.load(p_k, mask=o_dim[None, :] < HEAD_DIM, other=0.0)
         b_v = tl.load(p_v, mask=o_dim[None, :] < HEAD_DIM, other=0.0)
+    b_k, b_v = b_k.to(b_q.dtype), b_v.to(b_q.dtype)  # of fp8
 
     # [BLOCK_M, BLOCK_D] @ [BLOCK_D, BLOCK_N]
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)

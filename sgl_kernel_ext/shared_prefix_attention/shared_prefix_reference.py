@@ -55,7 +55,7 @@ def attention_ref(
         slots = _slots(table, row, 0, length, page_size)
         group = q.shape[1] // k_cache.shape[1]
         b_k = k_cache[slots].float().repeat_interleave(group, dim=1)
-        b_v = v_cache[slots].float().repeat_interleave(group, dim=1)
+        b_v = v_cache[slots].float().repeat_interleave(group, dim=1) * features.v_scale
         logits = torch.einsum("qhd,khd->hqk", b_q, b_k) * scale
         if features.logit_cap:
             logits = (logits / features.logit_cap).tanh() * features.logit_cap
@@ -163,6 +163,7 @@ def _attend(
     total = weights.sum(-1, keepdim=True)
     lse = (top + total.log()).view(num_kv_heads, count, group).transpose(0, 1)
     out = torch.bmm(weights, b_v) / total.masked_fill(total == 0, 1.0)
+    out *= features.v_scale
     out = out.view(num_kv_heads, count, group, head_dim).transpose(0, 1)
     return out.reshape(q.shape), lse.reshape(count, num_heads)
 
@@ -215,13 +216,15 @@ def try_out(
     table[:, : pages.shape[1]] = pages.to(planner.device)
     num_slots = (int(table.max()) + 1) * planner.page_size
 
-    def values(rows: int, heads: int) -> torch.Tensor:
+    def values(rows: int, heads: int, dtype: torch.dtype) -> torch.Tensor:
         shape = (rows, heads, planner.head_dim)
-        made = torch.randn(shape, generator=random)
-        return made.to(planner.device, planner.dtype)
+        return torch.randn(shape, generator=random).to(dtype).to(planner.device)
 
-    q = values(int(q_len.sum()), planner.num_q_heads)
-    k_cache, v_cache = (values(num_slots, planner.num_kv_heads) for _ in range(2))
+    q = values(int(q_len.sum()), planner.num_q_heads, planner.dtype)
+    cache = num_slots, planner.num_kv_heads, planner.kv_dtype
+    k_cache, v_cache = values(*cache), values(*cache)
+    if planner.quantised:
+        features = features._replace(v_scale=0.5)
     lengths = torch.from_numpy(kv_len).long().to(planner.device)
     rows = np.arange(len(q_len), dtype=np.int32)
     forest = np.array([-1, 0], np.int32), node_end

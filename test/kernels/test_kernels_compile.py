@@ -95,6 +95,7 @@ def test_attention(
         "HAS_LSE": True,
         "LOGIT_CAP": 0.0,
         "sinks_ptr": None,
+        "v_scale": None,
         "PRECISION": "tf32x3" if value == "fp32" else "ieee",
     }
     for i, rows in enumerate((16, 64, 128)):

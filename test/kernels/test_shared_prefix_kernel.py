@@ -183,6 +183,21 @@ def test_features(features: Features, max_tile: int) -> None:
     check_run(batch, make_planner(batch, max_tile=max_tile))
 
 
+@pytest.mark.parametrize("v_scale", [1.0, 0.25])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [("fp32", 32), ("fp32", 80), ("fp16", 64)]
+)
+def test_a_cache_of_fp8(dtype: str, head_dim: int, v_scale: float) -> None:
+    """The truth is attention to the values that the cache holds."""
+    shape = {"dtype": DTYPES[dtype], "kv_dtype": torch.float8_e4m3fn}
+    batch = make_batch(**FORESTS["chunks"], head_dim=head_dim, **shape)  # type: ignore[arg-type]
+    planner = make_planner(batch)
+    plain = make_planner(batch, kv_dtype=None).plan(*batch.planned())
+    assert planner.plan(*batch.planned()).kv_bytes < plain.kv_bytes
+    check_run(replace(batch, features=Features(v_scale=v_scale)), planner)
+    try_out(planner)
+
+
 @pytest.mark.parametrize("sink", [-1e4, 0.0, 1e4])
 def test_small_and_large_sinks(sink: float) -> None:
     """Of tokens with one part and with several, and of a chunk's last tokens."""
@@ -243,6 +258,10 @@ def test_what_run_refuses() -> None:
     refusals: list[tuple[dict[str, object], str]] = [
         ({"scale": 0.0}, "scale is 0.0"),
         ({"features": Features(logit_cap=-1.0)}, "logit_cap is -1.0"),
+        (
+            {"features": Features(v_scale=2.0)},
+            "v_scale is 2.0 with a cache of torch.fl",
+        ),
         ({"features": Features(sinks=torch.ones(2))}, r"sinks has shape \[2\]"),
         ({"features": Features(sinks=torch.ones(4).int())}, "sinks is torch.int32"),
         ({"v_cache": v[..., :16]}, "k_cache has head_dim 32, v_cache 16"),

@@ -30,6 +30,7 @@ from sgl_kernel_ext.shared_prefix_attention import (
     PLAIN,
     AttentionPlan,
     AttentionPlanner,
+    Features,
     TileConfig,
     pick_config,
     run_reference,
@@ -194,6 +195,15 @@ def test_how_long_a_plan_is_good() -> None:
     assert not plan.still_valid(ints(batch.kv_len + 17))
     assert not plan.still_valid(ints(batch.kv_len - np.eye(7)[2]))
     assert not plan.still_valid(batch.kv_len[:-1])
+
+
+def test_the_reference_reads_fp8() -> None:
+    batch = make_batch(**FORESTS["chunks"], kv_dtype=torch.float8_e4m3fn)  # type: ignore[arg-type]
+    scaled = replace(batch, features=Features(v_scale=3.0))
+    check_reference(scaled, make_planner(batch).plan(*batch.planned()))
+    exact = make_batch(**FORESTS["chunks"])  # type: ignore[arg-type]
+    out, wanted = batch.truth()[0], exact.truth()[0]
+    assert 1e-4 < (out - wanted).norm() / wanted.norm() < 0.1
 
 
 def test_estimates() -> None:

@@ -80,6 +80,7 @@ def test_what_a_planner_refuses() -> None:
         ({"head_dim": 512}, "head_dim is 512"),
         ({"head_dim": 8}, "head_dim is 8"),
         ({"dtype": torch.float8_e4m3fn}, r"dtype is torch\.float8"),
+        ({"kv_dtype": torch.float16}, r"kv_dtype is torch\.float16"),
         ({"page_size": 0}, "page_size is 0"),
         ({"max_tasks": 1 << 21}, "too few"),
     ]

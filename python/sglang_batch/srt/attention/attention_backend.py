@@ -19,6 +19,7 @@ from sglang.srt.layers.attention.base_attn_backend import (
     AttentionBackend,
     SharedReadEnds,
 )
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVCache, KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -183,6 +184,7 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
     _step: Step | None = None
     _grid: int | None = None
     _fixed_grid: int
+    _scaled: bool = False
 
     def set_up_sharing(self, model_runner: ModelRunner, layers: Layers) -> None:
         """Make the planners, and test the kernels on this device. See :func:`share`."""
@@ -199,7 +201,8 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
                 num_q_heads=num_q_heads,
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
-                dtype=pool.dtype,
+                dtype=model_runner.dtype,
+                kv_dtype=pool.dtype,
                 page_size=1,  # req_to_token names the slot of each token
                 device=self._slots.device,
                 max_requests=most_requests,
@@ -228,6 +231,9 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
         token_bytes = 2 * num_kv_heads * head_dim * pool.dtype.itemsize
         self.plans = StepPlans(decodes, mixed, len(layers.shared), token_bytes)
         self._fixed_grid = decodes.fixed_grid
+        self._scaled = decodes.quantised and not isinstance(
+            self, TorchNativeAttnBackend
+        )
 
     # SGLang's interface ---------------------------------------------------------------
 
@@ -302,10 +308,14 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
                 "kernels that read shared prefixes once do not support; set "
                 '"attention": "stock".'
             )
+        # Of KV in fp8. SGLang's native backend writes and reads it without.
+        scales: tuple[float, ...] = ()
+        if self._scaled and layer.k_scale is not None:
+            scales = layer.k_scale_float, layer.v_scale_float
         if save_kv_cache and k is not None:
-            self._kv.set_kv_buffer(
-                layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v
-            )
+            place = KVWriteLoc(forward_batch.out_cache_loc, None)
+            self._kv.set_kv_buffer(layer, place, k, v, *scales)
+        k_scale, v_scale = scales or (1.0, 1.0)
         shape = (-1, layer.tp_q_head_num, layer.qk_head_dim)
         q = q.reshape(shape)
         out = torch.empty_like(q)
@@ -318,8 +328,8 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
             self._slots,
             forward_batch.seq_lens,
             out,
-            layer.scaling,
-            features=kernels.Features(layer.logit_cap, sinks),
+            layer.scaling * k_scale,
+            features=kernels.Features(layer.logit_cap, sinks, v_scale),
             **grid,
         )
         return out.flatten(1)

@@ -161,7 +161,7 @@ def model_obstacle(model_runner: ModelRunner) -> str | None:
     full = pool.full_kv_pool if parted else pool
     if type(full) is not MHATokenToKVPool:
         return f"a {type(pool).__name__}"
-    if pool.dtype != model_runner.dtype:
+    if pool.dtype not in (model_runner.dtype, torch.float8_e4m3fn):
         return f"a KV cache of {pool.dtype} with a model of {model_runner.dtype}"
     for layer in attention_layers(model_runner.model):
         # With an encoder, the rows of ``req_to_token`` begin with its tokens.

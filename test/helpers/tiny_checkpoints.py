@@ -21,6 +21,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "sliding_window": WINDOW,
         "attn_logit_softcapping": 2.0,  # less than many of these logits
+        "final_logit_softcapping": None,  # of which SGLang has a kernel for GPUs only
+        "hidden_act": "gelu_pytorch_tanh",  # the name that SGLang reads
         "tie_word_embeddings": True,  # SGLang does so whatever this says
     },
     "gemma3_text": {
@@ -126,7 +128,7 @@ def write_checkpoint(
     torch.manual_seed(0)
     for name, weight in model.named_parameters():
         if name.endswith("sinks"):
-            weight.data.normal_()
+            weight.data.normal_(8.0, 4.0)  # like the largest logits
         weight.data = weight.data.bfloat16().float()
     model.config.eos_token_id = ENDS
     model.generation_config.eos_token_id = ENDS

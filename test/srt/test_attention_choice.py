@@ -365,10 +365,10 @@ class Sharing(SharedPrefixMixin, Stock):
     """What ``share`` makes of it."""
 
 
-def planner(max_tokens: int = 32) -> AttentionPlanner:
+def planner(max_tokens: int = 32, kv_dtype: Any = None) -> AttentionPlanner:
     return AttentionPlanner(
         num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=DIM, dtype=torch.float32,
-        page_size=1, device="cpu", max_requests=8, max_tokens=max_tokens, max_nodes=8,
+        kv_dtype=kv_dtype, page_size=1, device="cpu", max_requests=8, max_tokens=max_tokens, max_nodes=8,
     )  # fmt: skip
 
 
@@ -531,9 +531,7 @@ def test_rows_of_padding_are_attended_for(backend: Sharing) -> None:
     backend._slots = torch.randperm(SLOTS)[: 4 * 1000].view(4, 1000).int()
     backend._slots[:3, :900] = backend._slots[0, :900].clone()
     k, v = (torch.randn(SLOTS, HEADS, DIM) for _ in range(2))
-    backend._kv = SimpleNamespace(
-        get_key_buffer=lambda _: k, get_value_buffer=lambda _: v
-    )
+    backend._kv = SimpleNamespace(get_kv_buffer=lambda _: (k, v))
     batch = decode(910, 920, 930, 1)
     batch.seq_lens = batch.seq_lens_cpu
     backend.groups = groups(0, 0, 0, end=900)
@@ -565,3 +563,34 @@ def test_rows_of_padding_are_attended_for(backend: Sharing) -> None:
     torch.testing.assert_close(weighed.view_as(wanted), wanted, atol=1e-5, rtol=1e-5)
     with pytest.raises(EngineError, match="attends with q_rope, which"):
         backend.forward_decode(q, None, None, layer, batch, q_rope=torch.ones(1))
+
+
+def test_scales_of_fp8_are_written_and_read(backend: Sharing) -> None:
+    fp8 = torch.float8_e4m3fn
+    backend.plans = StepPlans(planner(32, fp8), None, num_layers=1, token_bytes=64)
+    torch.manual_seed(0)
+    backend._slots = torch.arange(1000).view(1, 1000).expand(3, 1000).int()
+    k, v = (torch.randn(1000, HEADS, DIM).to(fp8) for _ in range(2))
+    written: list[Any] = []
+    backend._kv = SimpleNamespace(
+        get_kv_buffer=lambda _: (k, v),
+        set_kv_buffer=lambda *given: written.append(given),
+    )
+    layer = backend._layers.shared[0]
+    layer.k_scale, layer.v_scale = torch.tensor(0.5), torch.tensor(3.0)
+    layer.k_scale_float, layer.v_scale_float = 0.5, 3.0
+    batch = decode(910, 920, 930)
+    batch.seq_lens, batch.out_cache_loc = batch.seq_lens_cpu, torch.tensor([1, 2, 3])
+    q, own = torch.randn(3, HEADS * DIM), torch.randn(3, HEADS, DIM)
+    for scaled, scale, factor in ((True, 0.125, 3.0), (False, 0.25, 1.0)):
+        backend._scaled = scaled  # not by SGLang's backend for a CPU
+        backend.groups = groups(0, 0, 0, end=900)
+        backend.init_forward_metadata(batch)
+        assert backend._step is not None
+        out = backend.forward_decode(q, own, own, layer, batch)
+        assert written.pop()[4:] == ((0.5, 3.0) if scaled else ())
+        wanted, _ = attention_ref(
+            q.view(3, HEADS, DIM), k.float(), v.float() * factor, backend._slots,
+            [1] * 3, [910, 920, 930], [0, 1, 2], 1, scale,
+        )  # fmt: skip
+        torch.testing.assert_close(out.view_as(wanted), wanted, atol=2e-5, rtol=2e-5)

@@ -53,7 +53,11 @@ def sharing(
 
 @pytest.fixture(scope="module")
 def answers(sharing: Server, cases: list[Case]) -> list[dict[str, Any]]:
-    api = client(sharing.url)
+    return batch_of(sharing, cases)
+
+
+def batch_of(running: Server, cases: list[Case]) -> list[dict[str, Any]]:
+    api = client(running.url)
     body = {"max_tokens": MAX_TOKENS, "return_token_ids": True}
     lines = [
         line(case.custom_id, {**body, "prompt": case.prompt}, COMPLETIONS)
@@ -114,6 +118,32 @@ def test_prompts_beside_decodes_share_too(
     saved = np.append(steps["kv_saved_bytes"][1:], 0)
     assert (saved[(decodes > 0) & (prompts > 0)] > 0).any()
     assert not saved[decodes == 0].any()
+
+
+def test_kv_in_fp8_is_read_as_sglang_reads_it(
+    demo_model: Path, cases: list[Case], tmp_path: Path
+) -> None:
+    """SGLang's answers, of which a few differ from those without rounding."""
+    found = {}
+    for attention in ("stock", "torch"):
+        config = {"attention": attention}
+        with server(
+            demo_model,
+            "--offline-batch",
+            f"--offline-batch-dir={tmp_path / attention}",
+            f"--offline-batch-config={json.dumps(config)}",
+            "--kv-cache-dtype=fp8_e4m3",
+            log_dir=tmp_path,
+        ) as running:
+            answers = batch_of(running, cases)
+            with urllib.request.urlopen(f"{running.url}/server_info") as answer:
+                state = json.load(answer)["internal_states"][0]["offline_batch"]
+        found[attention] = {each["custom_id"]: output_ids(each) for each in answers}
+        assert state["shares_prefixes"] == (attention == "torch")
+    assert state["attention_steps_shared"] > 0
+    assert found["torch"] == found["stock"]
+    exact = {case.custom_id: case.output_ids for case in cases}
+    assert found["torch"] != exact
 
 
 @pytest.mark.parametrize("name", ENGINES)

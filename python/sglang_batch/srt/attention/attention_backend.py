@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -194,33 +195,26 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
         most_requests = int(self._slots.shape[0])
         num_q_heads, num_kv_heads, head_dim = heads_of(layers.shared[0])
 
-        def planner(
-            max_tokens: int, max_tile: int, workspace: kernels.Workspace | None = None
-        ) -> AttentionPlanner:
-            return AttentionPlanner(
-                num_q_heads=num_q_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                dtype=model_runner.dtype,
-                kv_dtype=pool.dtype,
-                page_size=1,  # req_to_token names the slot of each token
-                device=self._slots.device,
-                max_requests=most_requests,
-                max_tokens=max_tokens,
-                max_nodes=NODES_PER_REQUEST * most_requests,
-                max_tile=max_tile,
-                workspace=workspace,
-            )
-
+        planner = partial(
+            AttentionPlanner,
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=model_runner.dtype,
+            kv_dtype=pool.dtype,
+            page_size=1,  # req_to_token names the slot of each token
+            device=self._slots.device,
+            max_requests=most_requests,
+            max_nodes=NODES_PER_REQUEST * most_requests,
+        )
         mixed = None
         if get_schedule().enable_mixed_chunk:
             # Steps compute chunks of prompts together with decodes. Steps run one after
             # the other, so both kinds share one workspace for partial results.
             chunk = max(0, int(get_schedule().chunked_prefill_size or 0))
-            mixed = planner(most_requests + chunk, 128)
-            decodes = planner(most_requests, 64, workspace=mixed.workspace)
-        else:
-            decodes = planner(most_requests, 64)
+            mixed = planner(max_tokens=most_requests + chunk, max_tile=128)
+        workspace = mixed.workspace if mixed else None
+        decodes = planner(max_tokens=most_requests, workspace=workspace)
         self.implementation = _implementation(model_runner, decodes)
         if self.implementation.run is kernels.run:
             named = model_runner.model.named_parameters()
@@ -316,20 +310,13 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
             place = KVWriteLoc(forward_batch.out_cache_loc, None)
             self._kv.set_kv_buffer(layer, place, k, v, *scales)
         k_scale, v_scale = scales or (1.0, 1.0)
-        shape = (-1, layer.tp_q_head_num, layer.qk_head_dim)
-        q = q.reshape(shape)
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = torch.empty_like(q)
         grid = {} if self._grid is None else {"grid": self._grid}
+        features = kernels.Features(layer.logit_cap, sinks, v_scale)
+        caches = self._kv.get_kv_buffer(layer.layer_id)
         self.implementation.run(
-            self._step.plan,
-            q,
-            self._kv.get_key_buffer(layer.layer_id),
-            self._kv.get_value_buffer(layer.layer_id),
-            self._slots,
-            forward_batch.seq_lens,
-            out,
-            layer.scaling * k_scale,
-            features=kernels.Features(layer.logit_cap, sinks, v_scale),
-            **grid,
-        )
+            self._step.plan, q, *caches, self._slots, forward_batch.seq_lens, out,
+            layer.scaling * k_scale, features=features, **grid,
+        )  # fmt: skip
         return out.flatten(1)

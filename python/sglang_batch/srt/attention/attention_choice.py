@@ -17,6 +17,8 @@ from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPoo
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
 
+from sgl_kernel_ext.shared_prefix_attention import configs
+
 from ...errors import ConfigError, EngineError
 from ..compat import support
 from ..compat.support import ATTENTION_BACKEND
@@ -76,9 +78,12 @@ def share_by_default(model_runner: ModelRunner) -> None:
     named = list(filter(None, given))
     if wanted == "stock" or ATTENTION_BACKEND in named:
         return
+    # SGLang has put the backend of recurrent layers beside it.
+    backend = getattr(model_runner.attn_backend, "full_attn_backend", None)
+    backend = backend or model_runner.attn_backend
     automatic = wanted == "auto"
     found = _why_not(model_runner, named) if automatic else None
-    found = found or _obstacle(model_runner)
+    found = found or _obstacle(model_runner, type(backend).__name__)
     if found is not None and not automatic:
         raise ConfigError(
             f'attention="{wanted}" does not work with {found}; choose "stock".'
@@ -86,7 +91,6 @@ def share_by_default(model_runner: ModelRunner) -> None:
     if found is not None:
         logger.info("Shared prefixes are not read once, because of %s.", found)
         return
-    backend = _attending(model_runner)
     kind = type(backend)
     why = "another rank cannot read shared prefixes once"
     done = True
@@ -100,12 +104,6 @@ def share_by_default(model_runner: ModelRunner) -> None:
     if automatic and not _by_all_ranks(done):
         backend.__class__ = kind
         logger.warning("Shared prefixes are not read once: %s", why)
-
-
-def _attending(model_runner: ModelRunner) -> AttentionBackend:
-    """The backend without those of recurrent layers."""
-    used = model_runner.attn_backend
-    return getattr(used, "full_attn_backend", used)
 
 
 def _by_all_ranks(done: bool) -> bool:
@@ -126,21 +124,18 @@ def _why_not(model_runner: ModelRunner, named: list[str]) -> str | None:
         return "deterministic inference"
     if model_runner.device != "cuda":
         return f"a {model_runner.device}, where attention is not bound by memory"
-    from sgl_kernel_ext.shared_prefix_attention.configs import device_family
-
     if not model_runner.is_generation:
         return "a model that does not decode"
     if model_runner.server_args.enable_torch_compile:
         return "--enable-torch-compile"
     device = model_runner.req_to_token_pool.req_to_token.device
-    if device_family(device) == "default":
+    if configs.device_family(device) == "default":
         return "a device that the kernel has no settings for"
     return None
 
 
-def _obstacle(model_runner: ModelRunner) -> str | None:
+def _obstacle(model_runner: ModelRunner, kind: str) -> str | None:
     """The backend or feature of the model that does not support sharing, if any."""
-    kind = type(_attending(model_runner)).__name__
     # Ours on a CPU are kinds of the last one.
     if kind not in (*CLASSES, "FastAttention", "CpuAttention"):
         return f"SGLang's {kind}"

@@ -42,17 +42,27 @@ _SMALL = {
     512: TileConfig((16, 16, 16), (2, 2, 2)),
     1024: TileConfig((16, 16, 16), (1, 1, 1)),
 }
+_LARGE = {
+    128: TileConfig((128, 128, 64), (5, 5, 3)),
+    256: TileConfig((64, 64, 64), (5, 5, 3)),
+    512: TileConfig((32, 32, 32), (5, 5, 3)),
+    1024: TileConfig((16, 16, 16), (3, 3, 3)),
+}
+_AMD = {
+    128: TileConfig((64, 64, 64), (2, 2, 2)),
+    256: TileConfig((64, 64, 64), (2, 2, 2)),
+    512: TileConfig((32, 32, 32), (1, 1, 1)),
+    1024: TileConfig((16, 16, 16), (1, 1, 1)),
+}
 # Slots are read before K and V, so Triton keeps the loads of one loop step in flight
 # for every two stages. 5 stages are two steps in flight, in 82 KB at 256 bytes per row
 # (from the compiled kernel, sm_90).
 # By device family, then by bytes of one padded KV row (head_dim x bytes per value).
 TILES: dict[str, dict[int, TileConfig]] = {
-    "hopper": {
-        128: TileConfig((128, 128, 64), (5, 5, 3)),
-        256: TileConfig((64, 64, 64), (5, 5, 3)),
-        512: TileConfig((32, 32, 32), (5, 5, 3)),
-        1024: TileConfig((16, 16, 16), (3, 3, 3)),
-    },
+    "hopper": _LARGE,
+    # B200 and B300 have Hopper's shared memory, RTX 50 and RTX PRO that of Ada.
+    "blackwell": _LARGE,
+    "blackwell_rtx": _SMALL,
     "ampere": {
         128: TileConfig((64, 64, 64), (3, 3, 3)),
         256: TileConfig((64, 64, 64), (2, 2, 2)),
@@ -61,12 +71,8 @@ TILES: dict[str, dict[int, TileConfig]] = {
     },
     # Ampere without HBM, and Ada: not much more than half of A100's shared memory.
     "ada": _SMALL,
-    "mi300": {
-        128: TileConfig((64, 64, 64), (2, 2, 2)),
-        256: TileConfig((64, 64, 64), (2, 2, 2)),
-        512: TileConfig((32, 32, 32), (1, 1, 1)),
-        1024: TileConfig((16, 16, 16), (1, 1, 1)),
-    },
+    "mi300": _AMD,
+    "mi350": _AMD,
     "default": _SMALL,
 }
 
@@ -77,7 +83,10 @@ _FAMILIES: dict[str, tuple[int, int]] = {
     "hopper": (100, 32768),
     "ampere": (75, 16384),
     "ada": (75, 8192),
+    "blackwell": (140, 49152),
+    "blackwell_rtx": (65, 8192),
     "mi300": (120, 16384),
+    "mi350": (140, 32768),
     "default": (75, 16384),
 }
 
@@ -88,11 +97,12 @@ def device_family(device: torch.device) -> str:
         return "default"
     if torch.version.hip is not None:
         name = torch.cuda.get_device_properties(device).gcnArchName
-        return "mi300" if name.startswith("gfx94") else "default"
+        return {"gfx94": "mi300", "gfx95": "mi350"}.get(name[:5], "default")
     major, minor = torch.cuda.get_device_capability(device)
     if major == 8:
         return "ada" if minor else "ampere"
-    return "hopper" if major == 9 else "default"
+    families = {9: "hopper", 10: "blackwell", 12: "blackwell_rtx"}
+    return families.get(major, "default")
 
 
 def pick_tiles(family: str, head_dim: int, value_bytes: int) -> TileConfig:

@@ -17,6 +17,7 @@ def real_batch(
     head_dim: int = 128,
     page_size: int = 1,
     dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
     room: int = 64,
 ) -> Batch:
     """Groups of decodes below one prefix each, and a prefill chunk."""
@@ -38,6 +39,10 @@ def real_batch(
     table = torch.cat([shared[torch.tensor(nodes)], private], dim=1).int()
     slots = len(pages) * page_size
     q_heads, kv_heads = heads
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, head_dim, dtype=dtype, device="cuda")
+
     return Batch(
         q_len=ints(q_len),
         kv_len=kv_len,
@@ -45,9 +50,9 @@ def real_batch(
         node_parent=ints([-1] * groups),
         node_end=ints([shared_pages * page_size] * groups),
         request_node=ints(nodes),
-        q=torch.randn(sum(q_len), q_heads, head_dim, dtype=dtype, device="cuda"),
-        k_cache=torch.randn(slots, kv_heads, head_dim, dtype=dtype, device="cuda"),
-        v_cache=torch.randn(slots, kv_heads, head_dim, dtype=dtype, device="cuda"),
+        q=values(sum(q_len), q_heads),
+        k_cache=values(slots, kv_heads).to(kv_dtype or dtype),
+        v_cache=values(slots, kv_heads).to(kv_dtype or dtype),
         table=table.cuda(),
         page_size=page_size,
         scale=head_dim**-0.5,

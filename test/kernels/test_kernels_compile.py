@@ -28,7 +28,10 @@ DEVICES = {
     "h100": (GPUTarget("cuda", 90, 32), "hopper", 227 << 10),
     "a100": (GPUTarget("cuda", 80, 32), "ampere", 163 << 10),
     "l4": (GPUTarget("cuda", 89, 32), "ada", 99 << 10),
+    "b200": (GPUTarget("cuda", 100, 32), "blackwell", 227 << 10),
+    "rtx5090": (GPUTarget("cuda", 120, 32), "blackwell_rtx", 99 << 10),
     "mi300": (GPUTarget("hip", "gfx942", 64), "mi300", 64 << 10),
+    "mi350": (GPUTarget("hip", "gfx950", 64), "mi350", 160 << 10),
 }
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 INDEX_POINTERS = {
@@ -40,11 +43,18 @@ INDEX_POINTERS = {
     "num_tokens_ptr",
     "table_ptr",
 }
-VALUE_POINTERS = {"q_ptr", "k_ptr", "v_ptr", "out_ptr"}
+KV_POINTERS = {"k_ptr", "v_ptr"}
+VALUE_POINTERS = {"q_ptr", "out_ptr", "sinks_ptr"}
+FACTORS = {"scale_log2", "v_scale"}
 
 
 def compiled(
-    kernel: Any, target: GPUTarget, value: str, constants: dict[str, Any], warps: int
+    kernel: Any,
+    target: GPUTarget,
+    value: str,
+    constants: dict[str, Any],
+    warps: int,
+    kv: str | None = None,
 ) -> Any:
     """Compile as a launch with aligned pointers and strides would."""
     signature, attributes = {}, {}
@@ -58,14 +68,53 @@ def compiled(
             signature[name] = "*i64"
         elif name in VALUE_POINTERS:
             signature[name] = f"*{value}"
-        elif name.endswith("_ptr") or name == "scale_log2":
+        elif name in KV_POINTERS:
+            signature[name] = f"*{kv or value}"
+        elif name.endswith("_ptr") or name in FACTORS:
             signature[name] = "*fp32" if name.endswith("_ptr") else "fp32"
         else:
             signature[name] = "i32"
-        if name not in ("scale_log2", "stride_lt"):
+        if name not in {*FACTORS, "stride_lt"}:
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=target, options={"num_warps": warps})
+
+
+def attention(
+    device: str,
+    value: str,
+    head_dim: int,
+    max_tile: int,
+    page_size: int,
+    kv: str | None = None,
+    **changed: Any,
+) -> Any:
+    """The attention kernel of a device. changed: constants of its features."""
+    target, family, _ = DEVICES[device]
+    tiles = pick_tiles(family, head_dim, TYPES[value].itemsize)
+    constants = {
+        "NUM_Q_HEADS": 32,
+        "NUM_KV_HEADS": 8,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": next_power_of_two(head_dim),
+        "PAGE_SIZE": page_size,
+        "MAX_TILE": max_tile,
+        "HAS_LSE": True,
+        "LOGIT_CAP": 0.0,
+        "PRECISION": "tf32x3" if value == "fp32" else "ieee",
+        "sinks_ptr": None,
+        "v_scale": None,
+        **changed,
+    }
+    for i, rows in enumerate((16, 64, 128)):
+        constants[f"BLOCK_N_{rows}"] = tiles.block_n[i]
+        constants[f"STAGES_{rows}"] = tiles.num_stages[i]
+    for name in changed:
+        if changed[name] is ...:  # given at the launch
+            del constants[name]
+    warps = tiles.num_warps_wide if max_tile > 64 else tiles.num_warps
+    kernel = shared_prefix_attention_kernel
+    return compiled(kernel, target, value, constants, warps, kv)
 
 
 @pytest.mark.slow
@@ -77,38 +126,43 @@ def compiled(
         ("h100", "fp32", 64, 64, 1),
         ("a100", "fp16", 128, 64, 1),
         ("l4", "bf16", 256, 128, 1),
+        ("b200", "bf16", 128, 64, 1),
+        ("b200", "bf16", 256, 128, 1),
+        ("rtx5090", "bf16", 128, 128, 1),
+        ("rtx5090", "bf16", 256, 64, 1),
         ("mi300", "bf16", 128, 64, 16),
+        ("mi350", "bf16", 128, 64, 1),
     ],
 )
 def test_attention(
     device: str, value: str, head_dim: int, max_tile: int, page_size: int
 ) -> None:
-    target, family, shared_memory = DEVICES[device]
-    tiles = pick_tiles(family, head_dim, TYPES[value].itemsize)
-    constants = {
-        "NUM_Q_HEADS": 32,
-        "NUM_KV_HEADS": 8,
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": next_power_of_two(head_dim),
-        "PAGE_SIZE": page_size,
-        "MAX_TILE": max_tile,
-        "HAS_LSE": True,
-        "LOGIT_CAP": 0.0,
-        "sinks_ptr": None,
-        "v_scale": None,
-        "PRECISION": "tf32x3" if value == "fp32" else "ieee",
-    }
-    for i, rows in enumerate((16, 64, 128)):
-        constants[f"BLOCK_N_{rows}"] = tiles.block_n[i]
-        constants[f"STAGES_{rows}"] = tiles.num_stages[i]
-    warps = tiles.num_warps_wide if max_tile > 64 else tiles.num_warps
-    kernel = compiled(shared_prefix_attention_kernel, target, value, constants, warps)
-    assert kernel.metadata.shared <= shared_memory
+    kernel = attention(device, value, head_dim, max_tile, page_size)
+    assert kernel.metadata.shared <= DEVICES[device][2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["h100", "l4"])
+@pytest.mark.parametrize("max_tile", [64, 128])
+@pytest.mark.parametrize(
+    ("kv", "changed"),
+    [
+        (None, {"LOGIT_CAP": 50.0, "sinks_ptr": ...}),
+        ("fp8e4nv", {"v_scale": ...}),
+    ],
+    ids=["cap-and-sinks", "fp8"],
+)
+def test_features(
+    kv: str | None, changed: dict[str, Any], max_tile: int, device: str
+) -> None:
+    kernel = attention(device, "bf16", 128, max_tile, 1, kv, **changed)
+    assert kernel.metadata.shared <= DEVICES[device][2]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_merges(device: str) -> None:
     target = DEVICES[device][0]
     shape = {"NUM_HEADS": 32, "HEAD_DIM": 80, "BLOCK_H": 4, "BLOCK_D": 128}
-    shape |= {"BLOCK_P": 4, "HAS_LSE": True, "sinks_ptr": None}
+    shape |= {"BLOCK_P": 4, "HAS_LSE": True}
     compiled(merge_parts_kernel, target, "bf16", shape, 4)
+    compiled(merge_parts_kernel, target, "bf16", shape | {"sinks_ptr": None}, 4)

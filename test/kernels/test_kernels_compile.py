@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import os
+import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,6 +161,49 @@ def test_features(
 ) -> None:
     kernel = attention(device, "bf16", 128, max_tile, 1, kv, **changed)
     assert kernel.metadata.shared <= DEVICES[device][2]
+
+
+# Of one program on an H100, by head_dim and max_tile: registers per thread, bytes of stack
+# (spilled registers), bytes of shared memory, and programs per multiprocessor. The figures
+# of the pinned Triton: a worse one is a slower kernel, a better one belongs here.
+RESOURCES = {
+    (64, 64): (218, 0, 108_544, 2),
+    (128, 64): (254, 0, 115_200, 2),
+    (256, 64): (255, 128, 131_328, 1),
+    (64, 128): (238, 0, 107_520, 1),
+    (128, 128): (255, 0, 115_200, 1),
+    (256, 128): (255, 232, 131_328, 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "max_tile"), RESOURCES)
+def test_machine_code_needs_no_more(
+    head_dim: int, max_tile: int, tmp_path: Path
+) -> None:
+    kernel = attention("h100", "bf16", head_dim, max_tile, 1)
+    registers, stack = registers_and_stack(kernel.asm["cubin"], tmp_path)
+    shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
+    most = RESOURCES[head_dim, max_tile]
+    # A multiprocessor has 65,536 registers, which warps get by 256, and 228 KB of shared
+    # memory, of which each program takes 1 KB more than it asks for.
+    by_registers = 65536 // (-(-registers * 32 // 256) * 256 * warps)
+    programs = min(by_registers, (228 << 10) // (shared + 1024))
+    found = registers, stack, shared, programs
+    assert all(map(operator.le, found[:3], most[:3])), (found, most)
+    assert programs >= most[3], (found, most)
+
+
+def registers_and_stack(cubin: bytes, folder: Path) -> tuple[int, int]:
+    """What cuobjdump, which Triton brings along, says of the kernel."""
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(file)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", text)
+    assert found is not None, text
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local
 
 
 @pytest.mark.parametrize("device", DEVICES)

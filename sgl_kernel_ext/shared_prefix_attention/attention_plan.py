@@ -242,6 +242,7 @@ class AttentionPlanner:
         self.growth_tokens = self.config.min_split_tokens
         # Per KV head: bytes of a KV token, and of a row's part, written and read.
         self._kv_bytes = 2 * head_dim * self.kv_dtype.itemsize
+        self.token_bytes = self._kv_bytes * num_kv_heads  # of a KV token in one layer
         self._part_bytes = 2 * 4 * (head_dim + 1)
         self._costs = forest.Costs(
             self.group,
@@ -337,7 +338,6 @@ class AttentionPlanner:
         host.header[HEADER_TASKS] = num_tasks
         host.header[HEADER_TOKENS] = num_tokens
         self.buffers.send(host, num_tasks)
-        token_bytes = self._kv_bytes * self.num_kv_heads
         return AttentionPlan(
             planner=self,
             num_requests=len(q_len),
@@ -351,8 +351,8 @@ class AttentionPlanner:
             task_table=host.tasks[:num_tasks],
             gather=host.gather[:num_tokens],
             part_indptr=host.part_indptr[: num_tokens + 1],
-            kv_bytes=results[tasks.KV_TOKENS] * token_bytes,
-            kv_bytes_unshared=results[tasks.KV_TOKENS_UNSHARED] * token_bytes,
+            kv_bytes=results[tasks.KV_TOKENS] * self.token_bytes,
+            kv_bytes_unshared=results[tasks.KV_TOKENS_UNSHARED] * self.token_bytes,
             predicted_gain=results[tasks.COST_UNSHARED] / results[tasks.COST],
             reusable=results[tasks.NUM_TAILS] == len(q_len),
         )

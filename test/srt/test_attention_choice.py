@@ -376,7 +376,7 @@ def planner(max_tokens: int = 32, kv_dtype: Any = None) -> AttentionPlanner:
 def backend() -> Sharing:
     made = Sharing()
     decodes = planner()
-    made.plans = StepPlans(decodes, planner(64), num_layers=3, token_bytes=256)
+    made.plans = StepPlans(decodes, planner(64), num_layers=3)
     made.implementation = Implementation("ours", run_reference, capturable=True)
     made._fixed_grid = decodes.fixed_grid
     own = RadixAttention(HEADS, DIM, 0.25, num_kv_heads=HEADS, layer_id=0)
@@ -567,7 +567,7 @@ def test_rows_of_padding_are_attended_for(backend: Sharing) -> None:
 
 def test_scales_of_fp8_are_written_and_read(backend: Sharing) -> None:
     fp8 = torch.float8_e4m3fn
-    backend.plans = StepPlans(planner(32, fp8), None, num_layers=1, token_bytes=64)
+    backend.plans = StepPlans(planner(32, fp8), None, num_layers=1)
     torch.manual_seed(0)
     backend._slots = torch.arange(1000).view(1, 1000).expand(3, 1000).int()
     k, v = (torch.randn(1000, HEADS, DIM).to(fp8) for _ in range(2))

@@ -116,24 +116,20 @@ def share(backend: AttentionBackend, model_runner: ModelRunner, layers: Layers) 
     sharing = cast("SharedPrefixMixin", backend)
     try:
         sharing.set_up_sharing(model_runner, layers)
-    except ConfigError:
-        backend.__class__ = kind
-        raise
     except Exception as error:
         backend.__class__ = kind
+        if isinstance(error, ConfigError):
+            raise
         raise EngineError(
             "shared prefixes cannot be read once on this machine"
             f" ({type(error).__name__}: {error}); choose another --attention-backend, "
             'or the setting "attention": "stock".'
         ) from error
     logger.info(
-        "Prefixes that decodes share are read once in %d of %d layers, by %s, in front of "
-        "SGLang's %s.%s",
-        len(layers.shared),
-        len(layers.shared) + len(layers.why_not),
-        sharing.implementation.name,
-        kind.__name__,
-        "".join(f" Not with {each}." for each in dict.fromkeys(layers.why_not)),
+        f"Prefixes that decodes share are read once in {len(layers.shared)} of "
+        f"{sum(map(len, layers))} layers, by {sharing.implementation.name}, in front of "
+        f"SGLang's {kind.__name__}."
+        + "".join(f" Not with {each}." for each in dict.fromkeys(layers.why_not))
     )
 
 
@@ -222,8 +218,7 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
             features = kernels.Features(layers.shared[0].logit_cap, sinks)
             for each in filter(None, (decodes, mixed)):
                 kernels.try_out(each, int(self._slots.shape[1]), features)
-        token_bytes = 2 * num_kv_heads * head_dim * pool.dtype.itemsize
-        self.plans = StepPlans(decodes, mixed, len(layers.shared), token_bytes)
+        self.plans = StepPlans(decodes, mixed, len(layers.shared))
         self._fixed_grid = decodes.fixed_grid
         self._scaled = decodes.quantised and not isinstance(
             self, TorchNativeAttnBackend
@@ -293,9 +288,7 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
         if self._step is None or layer not in self._layers.shared:
             return stock(q, k, v, layer, forward_batch, save_kv_cache, **options)
         sinks = options.pop("sinks", None)
-        wanted = [
-            name for name, v in options.items() if v is not None and v is not False
-        ]
+        wanted = [k for k, x in options.items() if x is not None and x is not False]
         if wanted:
             raise EngineError(
                 f"a layer of this model attends with {', '.join(wanted)}, which the "

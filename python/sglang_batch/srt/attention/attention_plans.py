@@ -50,7 +50,6 @@ class StepPlans:
 
     decodes: planner for steps that only decode.
     mixed: planner for steps that also compute prompts, or None if there are none.
-    token_bytes: bytes of K and V of a token in one layer.
     counts: see ``_TOTALS``.
     """
 
@@ -59,13 +58,11 @@ class StepPlans:
         decodes: AttentionPlanner,
         mixed: AttentionPlanner | None,
         num_layers: int,
-        token_bytes: int,
     ) -> None:
         self.counts = Counter(dict.fromkeys(_TOTALS, 0))
         self._decodes = decodes
         self._mixed = mixed
         self._num_layers = num_layers
-        self._token_bytes = token_bytes
         self._kept: Step | None = None  # the newest of the decodes' planner
         self._judged: PrefixForest = NO_GROUPS
         self._judgement = False
@@ -175,7 +172,7 @@ class StepPlans:
         if step is not None:
             plan = step.plan
             saved = (plan.kv_bytes_unshared - plan.kv_bytes) * self._num_layers
-        unshared = int(kv_len.sum()) * self._token_bytes * self._num_layers
+        unshared = int(kv_len.sum()) * self._decodes.token_bytes * self._num_layers
         found = 1, int(saved > 0), unshared - saved, saved
         self.counts.update(dict(zip(_TOTALS, found, strict=True)))
 

@@ -21,6 +21,7 @@ from fake_engine import FakeEngine
 from fastapi import FastAPI
 
 from sglang_batch.fleet.fleet_worker import WorkerState
+from sglang_batch.job.engine import KvUse
 from sglang_batch.server import runner as runner_module
 from sglang_batch.server.access.keys import (
     ANYBODY,
@@ -438,7 +439,22 @@ def check_usage(page: Page, served: Served) -> None:
     assert first.split()[:3] == ["ann", "3", "200,000"]
     assert "no limit" in first
     assert "78% of 40,000,000" in second
+    # Of no key: online calls, cached, output and merged tokens, engine seconds.
+    heads = (
+        "[...document.querySelectorAll('#usage th')].map((each) => each.textContent)"
+    )
+    assert page.eval(heads) == [
+        *("Key", "Batches", "Lines", "Prompt tokens", "Token limit used"),
+        "Tokens in 7 days",
+    ]
     check_looks(page)
+    is_open = "document.getElementById('usage-details').open"
+    assert page.eval(is_open)
+    page.resize(390, 800)
+    page.eval("location.reload()")
+    page.until("document.getElementById('usage')?.hidden === false")
+    assert not page.eval(is_open)
+    page.resize(1280, 800)
 
 
 def test_the_page_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,10 +467,16 @@ def test_the_page_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         page.until("document.getElementById('no-batch')?.hidden === false")
         assert "No batch yet" in page.eval("document.body.innerText")
         check_looks(page)
+        # Not every engine counts it.
+        assert page.eval("document.getElementById('kv').hidden")
         batch_id = fill(served)
         refresh(page)
         page.until(f"{row(batch_id)}?.innerText.includes('1 of 3')")
         check_texts(page, batch_id)
+        served.engine.kv = KvUse(
+            3, left=900, right=0, online=0, shared=300, capacity=4000
+        )
+        page.until("!document.getElementById('kv').hidden")
         check_looks(page)
         check_copy(page, batch_id)
         check_search(page)

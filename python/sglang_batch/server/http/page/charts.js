@@ -28,16 +28,18 @@ function roundUp(value) {
 
 export class Chart {
   /**
-   * @param figure with a .legend, a list, and with an empty .plot and .when
+   * @param figure with a .legend, a list, and with an empty .plot and .when; hidden while
+   *   no point has values
    * @param seriesOf (points) => [{name, hint, color, value: (point) => number}], from
    *   bottom to top; hint is shown where the pointer rests on the name
    * @param options title and unit, for screen readers; known: (point) => whether it has
-   *   values; limit: (point) => number, drawn as a line; empty: text shown without values
+   *   values; limit: (point) => number, drawn as a line
    */
   constructor(figure, seriesOf, options) {
     this.seriesOf = seriesOf;
     this.series = [];
     this.options = options;
+    this.figure = figure;
     this.legend = figure.querySelector(".legend");
     this.plot = figure.querySelector(".plot");
     this.when = figure.querySelector(".when");
@@ -72,6 +74,7 @@ export class Chart {
 
   update(points) {
     this.points = points.filter((p) => p.time > points.at(-1).time - LONGEST_S);
+    this.figure.hidden = !this.points.some(this.options.known);
     this.makeLegend();
     this.draw();
   }
@@ -80,7 +83,7 @@ export class Chart {
     const known = this.points.filter(this.options.known);
     if (known.length < 2) {
       const text = document.createElement("p");
-      text.textContent = this.options.empty;
+      text.textContent = "The first values appear within ten seconds.";
       this.plot.replaceChildren(text);
       this.showValues(known.at(-1));
       return;

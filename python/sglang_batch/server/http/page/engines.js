@@ -16,7 +16,7 @@ const COLUMNS = [
   ["Tokens/s", ({ tokens_per_s: rate }) => (rate === null ? "" : whole.format(rate))],
   ["Tokens", ({ tokens }) => whole.format(tokens)],
   ["Cached", ({ answered, cached_share }) => (answered ? percent.format(cached_share) : "")],
-  ["Times lost", ({ losses }) => whole.format(losses)],
+  ["Times lost", ({ losses }) => whole.format(losses), "0"],
 ];
 
 function stateText({ status, reason }) {

@@ -43,7 +43,7 @@ const charts = [
   new Chart(
     $("output"),
     () => [{ name: "generated", color: "series-3", value: (p) => p.output_tokens_per_s }],
-    { ...rate, title: "Output", empty: "The first values appear within ten seconds." },
+    { ...rate, title: "Output" },
   ),
   new Chart(
     $("prompt"),
@@ -51,14 +51,13 @@ const charts = [
       { name: "computed", color: "series-1", value: (p) => p.computed_tokens_per_s },
       { name: "from the cache", color: "series-2", value: (p) => p.cached_tokens_per_s },
     ],
-    { ...rate, title: "Prompts", empty: "The first values appear within ten seconds." },
+    { ...rate, title: "Prompts" },
   ),
   new Chart($("kv"), kvSeries, {
     title: "KV cache in use",
     unit: "tokens",
     known: (p) => p.kv !== null,
     limit: (p) => p.kv.capacity,
-    empty: "Shown while a batch is in progress, except with SGLang's own scheduler.",
   }),
 ];
 
@@ -137,7 +136,8 @@ async function refreshOnce() {
   ({ batches, endpoints, max_batches: maxBatches } = data);
   $("new-batch").hidden = false;
   showBatches();
-  showUsage($("usage"), data.usage);
+  $("usage").hidden = !data.usage.length;
+  showUsage($("usage-table"), data.usage);
   showEngines($("engines"), data.engines);
   $("tree").hidden = !data.is_admin;
   if (data.is_admin && $("tree-details").open) await refreshTree();
@@ -348,6 +348,7 @@ function start() {
     if (!document.hidden) refresh();
   });
   $("forget-key").hidden = !hasKey();
+  $("usage-details").open = matchMedia("(min-width: 44rem)").matches;
   refresh();
 }
 

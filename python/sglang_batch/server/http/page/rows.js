@@ -44,11 +44,14 @@ export function make(tag, attributes, ...children) {
 /**
  * Show a table of items in a section, or hide it if there are none.
  *
- * columns: the label of each, and the text of an item. The first textColumns have no numbers.
+ * id: of the heading, which is made where a title is given.
+ * columns: the label of each, the text of an item, and the text, if any, with which all
+ *   items leave the column out. The first textColumns have no numbers.
  */
-export function showTable(section, items, { id, title, note, columns, textColumns }) {
+export function showTable(section, items, { id, title, note, columns: all, textColumns }) {
   section.hidden = !items.length;
   if (!items.length) return;
+  const columns = all.filter(([, text, nothing]) => items.some((item) => text(item) !== nothing));
   const classOf = (i) => (i < textColumns ? null : "number");
   const heads = columns.map(([label], i) =>
     make("th", { role: "columnheader", scope: "col", class: classOf(i) }, label),
@@ -66,12 +69,14 @@ export function showTable(section, items, { id, title, note, columns, textColumn
   const shown = make(
     "div",
     {},
-    make(
-      "div",
-      { class: "list-head" },
-      make("h2", { id }, title),
-      make("p", { class: "small" }, note),
-    ),
+    title
+      ? make(
+          "div",
+          { class: "list-head" },
+          make("h2", { id }, title),
+          make("p", { class: "small" }, note),
+        )
+      : null,
     make(
       "table",
       { role: "table", "aria-labelledby": id },

@@ -93,7 +93,7 @@ def attention(
     kv: str | None = None,
     **changed: Any,
 ) -> Any:
-    """The attention kernel of a device. changed: constants of its features."""
+    """The attention kernel of a device. kv, changed: see ``FEATURES``."""
     target, family, _ = DEVICES[device]
     tiles = pick_tiles(family, head_dim, TYPES[value].itemsize)
     constants = {
@@ -145,46 +145,58 @@ def test_attention(
     assert kernel.metadata.shared <= DEVICES[device][2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["h100", "l4"])
-@pytest.mark.parametrize("max_tile", [64, 128])
-@pytest.mark.parametrize(
-    ("kv", "changed"),
-    [
-        (None, {"LOGIT_CAP": 50.0, "sinks_ptr": ...}),
-        ("fp8e4nv", {"v_scale": ...}),
-    ],
-    ids=["cap-and-sinks", "fp8"],
-)
-def test_features(
-    kv: str | None, changed: dict[str, Any], max_tile: int, device: str
-) -> None:
-    kernel = attention(device, "bf16", 128, max_tile, 1, kv, **changed)
-    assert kernel.metadata.shared <= DEVICES[device][2]
-
-
-# Of one program on an H100, by head_dim and max_tile: registers per thread, bytes of stack
-# (spilled registers), bytes of shared memory, and programs per multiprocessor. The figures
-# of the pinned Triton: a worse one is a slower kernel, a better one belongs here.
-RESOURCES = {
-    (64, 64): (218, 0, 108_544, 2),
-    (128, 64): (254, 0, 115_200, 2),
-    (256, 64): (255, 128, 131_328, 1),
-    (64, 128): (238, 0, 107_520, 1),
-    (128, 128): (255, 0, 115_200, 1),
-    (256, 128): (255, 232, 131_328, 1),
+# The type of KV, if another than that of q, and constants; ... is given at the launch.
+FEATURES: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "plain": (None, {}),
+    "cap": (None, {"LOGIT_CAP": 50.0}),
+    "sinks": (None, {"sinks_ptr": ...}),
+    "cap-and-sinks": (None, {"LOGIT_CAP": 50.0, "sinks_ptr": ...}),
+    "fp8": ("fp8e4nv", {"v_scale": ...}),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("head_dim", "max_tile"), RESOURCES)
+@pytest.mark.parametrize("device", ["h100", "l4", "b200", "rtx5090"])
+@pytest.mark.parametrize("max_tile", [64, 128])
+@pytest.mark.parametrize("name", ["cap-and-sinks", "fp8"])
+def test_features(name: str, max_tile: int, device: str) -> None:
+    kv, changed = FEATURES[name]
+    kernel = attention(device, "bf16", 128, max_tile, 1, kv, **changed)
+    assert kernel.metadata.shared <= DEVICES[device][2]
+
+
+# Of one program on an H100, by features, head_dim and max_tile: registers per thread, bytes
+# of stack (spilled registers), bytes of shared memory, and programs per multiprocessor. The
+# figures of the pinned Triton: a worse one is a slower kernel, a better one belongs here.
+RESOURCES = {
+    ("plain", 64, 64): (218, 0, 108_544, 2),
+    ("plain", 128, 64): (254, 0, 115_200, 2),
+    ("plain", 256, 64): (255, 128, 131_328, 1),
+    ("plain", 64, 128): (238, 0, 107_520, 1),
+    ("plain", 128, 128): (255, 0, 115_200, 1),
+    ("plain", 256, 128): (255, 232, 131_328, 1),
+    ("cap", 64, 64): (230, 0, 108_544, 2),
+    ("cap", 128, 64): (230, 0, 115_200, 2),
+    ("cap", 256, 64): (255, 312, 131_328, 1),
+    ("sinks", 64, 64): (223, 0, 108_544, 2),
+    ("sinks", 128, 64): (252, 0, 115_200, 2),
+    ("sinks", 256, 64): (255, 144, 131_328, 1),
+    ("fp8", 64, 64): (242, 0, 74_752, 2),
+    ("fp8", 128, 64): (251, 0, 82_432, 2),
+    ("fp8", 256, 64): (255, 96, 98_560, 2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "head_dim", "max_tile"), RESOURCES)
 def test_machine_code_needs_no_more(
-    head_dim: int, max_tile: int, tmp_path: Path
+    name: str, head_dim: int, max_tile: int, tmp_path: Path
 ) -> None:
-    kernel = attention("h100", "bf16", head_dim, max_tile, 1)
+    kv, changed = FEATURES[name]
+    kernel = attention("h100", "bf16", head_dim, max_tile, 1, kv, **changed)
     registers, stack = registers_and_stack(kernel.asm["cubin"], tmp_path)
     shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
-    most = RESOURCES[head_dim, max_tile]
+    most = RESOURCES[name, head_dim, max_tile]
     # A multiprocessor has 65,536 registers, which warps get by 256, and 228 KB of shared
     # memory, of which each program takes 1 KB more than it asks for.
     by_registers = 65536 // (-(-registers * 32 // 256) * 256 * warps)

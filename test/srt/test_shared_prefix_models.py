@@ -19,6 +19,7 @@ CASES = {
     "gemma3_text": ("--enable-mixed-chunk",),
     "gpt_oss": ("--enable-mixed-chunk", "--swa-full-tokens-ratio=0.6"),
     "qwen3_next": (),
+    "qwen3_5_text": (),
     "granitemoehybrid": ("--enable-mixed-chunk",),
 }
 SHARE = '--offline-batch-config={"learn_costs": false, "attention": "torch"}'

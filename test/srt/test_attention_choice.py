@@ -281,6 +281,14 @@ def test_each_layer_shares_or_not(
     ]
     attention_choice.share_by_default(runner)
     assert shared == [runner.attn_backend]
+    beside = model_runner()
+    beside.model = runner.model
+    beside.attn_backend = type("FlashInferAttnBackend", (Native,), {})()
+    attention_choice.share_by_default(beside)
+    assert len(shared) == 1
+    beside.server_args.offline_config = OfflineBatchConfig(attention="triton")
+    attention_choice.share_by_default(beside)
+    assert shared.pop() is beside.attn_backend
     runner.model = window
     with caplog.at_level("INFO"):
         attention_choice.share_by_default(runner)

@@ -84,6 +84,9 @@ def share_by_default(model_runner: ModelRunner) -> None:
     automatic = wanted == "auto"
     found = _why_not(model_runner, named) if automatic else None
     found = found or _obstacle(model_runner, type(backend).__name__)
+    if automatic and type(backend).__name__ == "FlashInferAttnBackend":
+        # The trial does not see how its plans and ours go together in a CUDA graph.
+        found = found or next(iter(find_layers(model_runner).why_not), None)
     if found is not None and not automatic:
         raise ConfigError(
             f'attention="{wanted}" does not work with {found}; choose "stock".'

@@ -23,13 +23,7 @@ __all__ = [
 ]
 
 # Imported when they are first used: this package is imported everywhere.
-_PLACES = {
-    "AnswerColumns": "lang.streamer",
-    "StreamAnswer": "lang.streamer",
-    "Streamer": "lang.streamer",
-    "map_table": "lang.frame_job",
-    "stream": "lang.streamer",
-}
+_PLACES = dict.fromkeys(__all__, "lang.streamer") | {"map_table": "lang.frame_job"}
 
 
 def __getattr__(name: str) -> Any:

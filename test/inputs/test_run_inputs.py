@@ -226,6 +226,18 @@ def test_urls_are_fetched_once_and_uploaded_at_the_end(
     ]
 
 
+def test_a_url_of_a_local_file_is_its_path(tmp_path: Path, engine: Echo) -> None:
+    make_file(tmp_path, batch_lines("a", "b"), "in.jsonl")
+    command = ["-i", f"file://{tmp_path}/in.jsonl", "-o", f"file://{tmp_path}/out"]
+    engine.raising["b"] = OSError("it broke")
+    assert run(*command) == EXIT_FAILED
+    engine.raising.clear()
+    # Resumed, by its other name.
+    assert run("-i", tmp_path / "in.jsonl", "-o", tmp_path / "out") == 0
+    assert engine.answered == ["a", "b"]
+    assert ids_in((tmp_path / "out").read_bytes()) == ["a", "b"]
+
+
 def test_a_bad_download_is_discarded(
     tmp_path: Path,
     web: WebFiles,
@@ -249,6 +261,8 @@ def test_a_bad_download_is_discarded(
     [
         ("-", "results cannot go to standard output"),
         ("in.jsonl", "is both input and output"),
+        ("file://{here}/in.jsonl", "is both input and output"),
+        ("FILE://{here}/taken", "taken exists and was not written by this command"),
         ("foo://bucket/out", "foo://bucket/out cannot be used"),
         ("taken", "taken exists and was not written by this command"),
     ],
@@ -264,6 +278,7 @@ def test_outputs_that_cannot_be_used_are_refused_before_anything_is_read(
     monkeypatch.chdir(tmp_path)
     make_file(tmp_path, b"bad line", "in.jsonl")
     make_file(tmp_path, b"thesis", "taken")
+    output = output.format(here=tmp_path)
     assert run("-i", "in.jsonl", "-o", output) in (EXIT_FAILED, EXIT_BAD_INPUT)
     assert said in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "taken"]

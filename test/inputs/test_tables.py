@@ -130,6 +130,44 @@ def test_an_unknown_column_and_bytes_are_named(tmp_path: Path, name: str) -> Non
         staged(tmp_path, path, template=QUESTION, id_column="question")
 
 
+@pytest.mark.parametrize(
+    "name", ["t.csv", "t.tsv", "t.parquet", "t.arrow", "t.ipc", "t.csv.gz"]
+)
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    names = ["question", "n", "question"]
+    if "sv" in name:
+        mark = "\t" if name == "t.tsv" else ","
+        text = f"{mark.join(names)}\n{mark.join('abc')}\n".encode()
+        make_file(tmp_path, packed(text, path.suffix * (path.suffix == ".gz")), name)
+    else:
+        write_table(path, pa.Table.from_arrays([pa.array(["a"])] * 3, names=names))
+    with pytest.raises(InputError, match="has 2 columns named 'question'"):
+        staged(tmp_path, path, template=QUESTION)
+    # Others do not matter.
+    found = staged(
+        tmp_path, path, template=Template({"messages": [{"content": "{{n}}"}]})
+    )
+    assert contents_of(found) == ["b" if "sv" in name else "a"]
+
+
+def test_numbers_of_32_bits_have_no_digits_of_their_own(tmp_path: Path) -> None:
+    values = [0.1, None, float("nan"), 1e-30, 16777216.0, 2.5]
+    table = pa.table({"f": pa.array(values, pa.float32()), "d": values})
+    for name in ("t.parquet", "t.arrow"):
+        path = write_table(tmp_path / name, table)
+        found = staged(tmp_path, path, template=Template({"x": ["{{f}}", "{{d}}"]}))
+        for line in lines_of(found):
+            assert line["body"]["x"][0] == line["body"]["x"][1]
+
+
+def test_a_map_with_a_key_twice_is_named(tmp_path: Path) -> None:
+    twice = pa.array([[("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int64()))
+    path = write_table(tmp_path / "t.parquet", pa.table({"question": twice}))
+    with pytest.raises(InputError, match=r"t\.parquet cannot be read as Parquet"):
+        staged(tmp_path, path, template=QUESTION)
+
+
 def test_a_table_needs_a_template(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"t.parquet is a table: .* --template"):
         staged(tmp_path, write_table(tmp_path / "t.parquet"))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,6 +47,9 @@ def test_a_placeholder_alone_keeps_the_type_and_inside_a_text_becomes_text() -> 
         (10**30, 10**30, str(10**30)),
         (True, True, "true"),
         (0.5, 0.5, "0.5"),
+        (np.float32(0.1), 0.1, "0.1"),
+        (np.float16(0.1), 0.1, "0.1"),
+        (np.float32("nan"), None, ""),
         (Decimal("1.10"), "1.10", "1.10"),
         (date(2024, 2, 29), "2024-02-29", "2024-02-29"),
         (datetime(2024, 2, 29, 1, 2), "2024-02-29T01:02:00", "2024-02-29T01:02:00"),
@@ -64,7 +68,9 @@ def test_values_of_all_kinds(value: object, as_json: object, as_text: str) -> No
     }
 
 
-@pytest.mark.parametrize("value", [b"x", [b"x"], float("inf"), object()])
+@pytest.mark.parametrize(
+    "value", [b"x", [b"x"], float("inf"), np.float32("inf"), object()]
+)
 @pytest.mark.parametrize("text", ["{{picture}}", "see {{picture}}"])
 def test_values_that_json_cannot_hold_are_refused_with_their_column(
     value: object, text: str

@@ -158,6 +158,68 @@ def test_odd_answers_cost_no_other_row_its_own(
     assert labels[1] in (None, "") and labels[2] == "z"
 
 
+@pytest.mark.parametrize("text", ["a\rb", "a\r", "\r\na", 'a\r"b"', "a\n\rb"])
+def test_no_cell_ends_its_row(text: str, tmp_path: Path) -> None:
+    table = pyarrow.table({"text": ["q", text], "more": [text, "q"]})
+    parquet.write_table(table, tmp_path / "in.parquet")
+    for name, delimiter in (("out.csv", ","), ("out.tsv", "\t")):
+        made = table_of(tmp_path / "in.parquet", name)
+        found = read(write(made, [answer(text), answer("x")]), delimiter)
+        assert found[1:] == [["q", text, text], [text, "q", "x"]]
+
+
+def test_columns_that_json_cannot_hold_are_copied_as_python_writes_them(
+    tmp_path: Path,
+) -> None:
+    deep = "[" * 900 + "]" * 900
+    table = pyarrow.table(
+        {
+            "text": ["a"],
+            "image": [{"bytes": b"\x89PNG", "path": None}],
+            "far": [float("inf")],
+        }
+    )
+    parquet.write_table(table, tmp_path / "in.parquet")
+    found = read(write(table_of(tmp_path / "in.parquet", "out.csv"), [answer("yes")]))
+    assert found[1] == ["a", "{'bytes': b'\\x89PNG', 'path': None}", "inf", "yes"]
+    (tmp_path / "in.jsonl").write_text(
+        f'{{"text": "a", "x": {deep}, "y": 1e999}}\n{{"text": "b", "y": "z"}}\n'
+    )
+    lines = [answer("1"), answer("2")]
+    made = read(write(table_of(tmp_path / "in.jsonl", "out.csv"), lines))
+    assert made[1:] == [["a", deep, "inf", "1"], ["b", "", "z", "2"]]
+    other = write(table_of(tmp_path / "in.jsonl", "out.parquet"), lines)
+    assert parquet.read_table(other)["y"].to_pylist() == ["inf", "z"]
+
+
+def test_columns_of_types_that_parquet_lacks_are_text(tmp_path: Path) -> None:
+    none = pyarrow.array([{}, None], pyarrow.struct([]))
+    span = pyarrow.array([(1, 2, 3), None], pyarrow.month_day_nano_interval())
+    table = pyarrow.table({"text": ["a", "b"], "none": none, "span": span, "n": [1, 2]})
+    feather.write_feather(table, tmp_path / "in.feather")
+    path = write(table_of(tmp_path / "in.feather", "out.parquet"), [answer("x")] * 2)
+    found = parquet.read_table(path)
+    assert found.column_names == ["text", "none", "span", "n", "answer"]
+    assert found["none"].to_pylist() == ["{}", None]
+    assert found["span"].to_pylist() == ["[1, 2, 3]", None]
+    assert found["n"].to_pylist() == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out.parquet"])
+def test_a_key_named_error_stays_where_rows_fail(name: str, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("text\na\nb\n")
+    schema = {"properties": {"error": {"type": "string"}}}
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    table = table_of(tmp_path / "in.csv", name, PLAIN | {"response_format": form})
+    path = write(table, [answer('{"error": "a typo"}'), failed("too long")])
+    found = (
+        [row[2] for row in read(path)[1:]]
+        if name == "out.csv"
+        else parquet.read_table(path)["error"].to_pylist()
+    )
+    assert found == ["a typo", "too long"]
+
+
 def test_two_columns_of_one_name(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("text,id,id\na,1,2\n")
     with pytest.raises(InputError, match="2 columns named 'id'"):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,24 @@ def test_a_model_that_is_none_is_an_error(tmp_path: Path) -> None:
 
 def children_of(process: subprocess.Popen[str]) -> Iterator[psutil.Process]:
     yield from psutil.Process(process.pid).children(recursive=True)
+
+
+def test_streams_that_start_together_share_an_engine_and_use_no_proxy(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    rows = [{"prompt": f"row {i}", "max_tokens": 3} for i in range(4)]
+    where: dict[str, Any] = {"backend": "transformers", "dtype": "float32"}
+    with (
+        Streamer(model_path=str(demo_model), **where) as streamer,
+        ThreadPoolExecutor(3) as threads,
+    ):
+        streams = [streamer.stream(rows, url="/v1/completions") for _ in range(3)]
+        found = list(threads.map(list, streams))
+    assert [[answer.ok for answer in answers] for answers in found] == [[True] * 4] * 3
 
 
 def test_an_engine_of_its_own_ends_with_the_program(demo_model: Path) -> None:

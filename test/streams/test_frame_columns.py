@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow
 import pytest
 
-from sglang_batch import map_table
+from sglang_batch import AnswerColumns, map_table
 from sglang_batch.errors import ConfigError, InputError
 from sglang_batch.lang.frame_job import DataFrame
 
@@ -57,9 +57,18 @@ def test_a_name_that_two_columns_have_is_refused(kind: str) -> None:
     else:
         arrays = [pyarrow.array([i]) for i in (1, 2, 3)]
         frame = pyarrow.Table.from_arrays(arrays, names=["a", "a", "b"])
-    with pytest.raises(InputError, match="2 columns of the table are named 'a'"):
+    with pytest.raises(InputError, match="the table has 2 columns named 'a'"):
         DataFrame(frame).arrow(["a"])
     assert DataFrame(frame).arrow(["b"]).to_pydict() == {"b": [3]}
+
+
+def test_periods_are_text() -> None:
+    pandas = pytest.importorskip("pandas")
+    months = pandas.PeriodIndex(["2026-11", None], freq="M")
+    frame = pandas.DataFrame({"month": months, "n": [1, 2]})
+    found = DataFrame(frame).arrow(["month", "n"]).to_pydict()
+    assert found == {"month": ["2026-11", None], "n": [1, 2]}
+    assert frame["month"].dtype == "period[M]"
 
 
 def test_a_column_is_no_table() -> None:
@@ -113,3 +122,23 @@ def test_duckdb_does_not_tell_cases_of_names_apart() -> None:
     relation = duckdb.sql("SELECT 'a' AS \"Answer\", 'b' AS q")
     with pytest.raises(ConfigError, match="a column 'answer' already"):
         map_table(relation, "{{q}}", server="http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("names", [("a", "a", None), ("a", "b", "b"), ("x", "x", "x")])
+def test_two_columns_of_answers_of_one_name(names: tuple[Any, ...]) -> None:
+    chosen = dict(
+        zip(("text_column", "error_column", "body_column"), names, strict=True)
+    )
+    ask = AnswerColumns("{{q}}", server="http://127.0.0.1:9", **chosen)
+    with pytest.raises(ConfigError, match="two columns would be named"):
+        ask({"q": ["a"]})
+
+
+@pytest.mark.parametrize("kind", ["table", "columns"])
+@pytest.mark.parametrize("name", ["answer", "error", "whole"])
+def test_a_column_of_a_block_is_never_replaced(name: str, kind: str) -> None:
+    ask = AnswerColumns("{{q}}", server="http://127.0.0.1:9", body_column="whole")
+    columns: Any = {"q": ["a"], name: ["mine"]}
+    batch = pyarrow.table(columns) if kind == "table" else columns
+    with pytest.raises(ConfigError, match=f"two columns would be named '{name}'"):
+        ask(batch)

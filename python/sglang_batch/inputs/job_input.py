@@ -300,7 +300,7 @@ class DatasetSource(InputSource):
 
 
 def input_sources(names: Iterable[str]) -> tuple[InputSource, ...]:
-    return tuple(map(_input_source, names))
+    return tuple(_input_source(urls.as_path(name)) for name in names)
 
 
 def _input_source(name: str) -> InputSource:

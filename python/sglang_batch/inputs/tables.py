@@ -17,7 +17,7 @@ from typing import Any
 from ..batch_api.lines import loads_lenient
 from ..errors import ConfigError, InputError
 from .compression import is_compressed, open_plain, plain_name
-from .template import text_of
+from .template import cell_text
 from .urls import why_not_on_hub
 
 Row = Mapping[str, Any]
@@ -49,13 +49,18 @@ def rows_of_file(name: str, path: Path, columns: Collection[str]) -> Iterator[Ro
 
 
 def check_columns(name: str, needed: Iterable[str], found: Collection[str]) -> None:
-    """Raises InputError if a needed column was not found."""
-    missing = [column for column in needed if column not in found]
-    if missing:
-        raise InputError(
-            f"{name} has no column {missing[0]!r}; it has "
-            f"{', '.join(map(repr, found)) or 'none'}."
-        )
+    """Raises InputError if a needed column was not found, or several have its name."""
+    names = list(found)
+    for column in needed:
+        if column not in found:
+            raise InputError(
+                f"{name} has no column {column!r}; it has "
+                f"{', '.join(map(repr, names)) or 'none'}."
+            )
+        if (number := names.count(column)) > 1:
+            raise InputError(
+                f"{name} has {number} columns named {column!r}: rename all but one."
+            )
 
 
 @contextmanager
@@ -65,8 +70,8 @@ def reading(name: str, how: str = "") -> Iterator[None]:
         yield
     except InputError:
         raise
-    except (OSError, ValueError, OverflowError, RuntimeError) as error:
-        # Arrow's own errors derive from these. A date out of range is one too.
+    except (OSError, ValueError, OverflowError, RuntimeError, KeyError) as error:
+        # Arrow's own derive from these. So do a date out of range and a map's key twice.
         raise InputError(f"{name} cannot be read {how}: {error}") from None
 
 
@@ -74,6 +79,10 @@ def rows_of_batches(batches: Iterable[Any]) -> Iterator[Row]:
     for batch in batches:
         for start in range(0, batch.num_rows, ROWS_AT_A_TIME):
             part = batch.slice(start, ROWS_AT_A_TIME)
+            for place, field in enumerate(part.schema):
+                if str(field.type) == "float":  # 32 bits: 0.1, not 0.10000000149011612
+                    shortest = part.column(place).cast("string").cast("float64")
+                    part = part.set_column(place, field.name, shortest)
             yield from part.to_pylist(maps_as_pydicts="strict")
 
 
@@ -170,8 +179,9 @@ def columns_of_file(name: str, path: Path) -> list[str]:
 
 def whole_rows(name: str, path: Path) -> Iterator[Row]:
     """Every row of a table with all that it has. Raises InputError if it cannot be read."""
-    is_columnar = table_suffix(name, path) in _SEEKING
-    columns = columns_of_file(name, path) if is_columnar else ()
+    columns = (
+        columns_of_file(name, path) if table_suffix(name, path) in _SEEKING else ()
+    )
     yield from rows_of_file(name, path, columns)
 
 
@@ -197,9 +207,9 @@ def table_of_file(name: str, path: Path, *, rows: bool = True) -> Any:
             return pyarrow.Table.from_batches(batches if rows else [], schema)
 
 
-def arrow_columns(columns: Mapping[str, Sequence[Any]]) -> Any:
+def arrow_columns(columns: Mapping[str, Sequence[Any]], as_text: bool = False) -> Any:
     """Columns as a ``pyarrow.Table``, of text where values have no type in common, or are
-    objects: Parquet cannot hold an empty one.
+    objects: Parquet cannot hold an empty one. With ``as_text``, all are.
     """
     import pyarrow
 
@@ -207,11 +217,12 @@ def arrow_columns(columns: Mapping[str, Sequence[Any]]) -> Any:
         try:
             found = pyarrow.array(values)
             kind = getattr(found.type, "value_type", found.type)
-            if not pyarrow.types.is_nested(kind) and not pyarrow.types.is_null(kind):
+            is_nested, is_null = pyarrow.types.is_nested, pyarrow.types.is_null
+            if not (as_text or is_nested(kind) or is_null(kind)):
                 return found
         except (pyarrow.ArrowException, TypeError, ValueError, OverflowError):
             pass
-        texts = [None if each is None else text_of(each) for each in values]
+        texts = [None if each is None else cell_text(each) for each in values]
         clean = [each and each.encode(errors="replace").decode() for each in texts]
         return pyarrow.array(clean, pyarrow.string())
 

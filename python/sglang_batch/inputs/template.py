@@ -428,6 +428,8 @@ def json_value(value: Any) -> Any:
         return str(value)
     if isinstance(value, np.ndarray):
         return json_value(value.tolist())
+    if isinstance(value, np.float32 | np.float16):
+        return json_value(float(str(value)))  # the shortest that is the same
     if isinstance(value, np.generic) and not isinstance(
         plain := value.item(), np.generic
     ):
@@ -447,3 +449,11 @@ def text_of(value: Any) -> str:
     if found is None:
         return ""
     return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+
+
+def cell_text(value: Any) -> str:
+    """As :func:`text_of`, and what JSON cannot hold as Python writes it."""
+    try:
+        return text_of(value)
+    except (NotJson, RecursionError):
+        return str(value)

@@ -62,6 +62,11 @@ def is_url(name: str) -> bool:
     return "://" in name
 
 
+def as_path(name: str) -> str:
+    """The path that a ``file://`` URL names; any other name as it is."""
+    return name[len("file://") :] if name.lower().startswith("file://") else name
+
+
 def location(name: str) -> str:
     """Equal for all names of one file: a URL as it is, a path made absolute."""
     return name if is_url(name) else str(Path(name).resolve())

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +26,7 @@ from ..batch_api.protocol import COMPLETED, ENDPOINTS
 from ..errors import ConfigError, EngineError, ExitStatus, InputError, ServerError
 from ..inputs.job_input import DEFAULT_ENDPOINT, JobInput, input_sources
 from ..inputs.staging import Staging
-from ..inputs.tables import arrow_columns
+from ..inputs.tables import arrow_columns, check_columns
 from ..inputs.template import Template
 from ..run.answer_table import answers_of
 from .own_server import flags_of
@@ -70,23 +71,15 @@ class DataFrame:
         import pyarrow
 
         names, found = sorted(columns), self.columns
-        for column in names:
-            if found.count(column) > 1:
-                raise InputError(
-                    f"{found.count(column)} columns of the table are named {column!r}: "
-                    "rename all but one of them."
-                )
-            if column not in found:
-                raise InputError(
-                    f"the table has no column {column!r}; it has "
-                    f"{', '.join(map(repr, found)) or 'none'}."
-                )
+        check_columns("the table", names, found)
         try:
             if self._is_pandas:  # its other columns may have no type in Arrow
                 chosen = self._frame.iloc[:, [found.index(name) for name in names]]
-                return pyarrow.Table.from_pandas(
-                    chosen.set_axis(names, axis=1), preserve_index=False
-                )
+                chosen = chosen.set_axis(names, axis=1)
+                for name, values in chosen.items():
+                    if str(values.dtype).startswith("period"):  # Arrow keeps a number
+                        chosen = chosen.assign(**{name: values.map(str, "ignore")})
+                return pyarrow.Table.from_pandas(chosen, preserve_index=False)
             return self._whole.select(names)
         except (pyarrow.ArrowException, TypeError, ValueError) as error:
             raise InputError(f"the table cannot be read as Arrow: {error}") from None
@@ -219,8 +212,10 @@ def map_table(
             _run([*arguments, *["--optimize-fields"] * optimize, *flags])
         else:
             assert server is not None
-            inputs = JobInput(input_sources([str(rows)]), parsed, endpoint)
-            _submit(server, api_key, inputs, optimize, place, results)
+            inputs = JobInput(
+                input_sources([str(rows)]), parsed, endpoint, optimize_fields=optimize
+            )
+            _submit(server, api_key, inputs, place, results)
         answers, errors = answers_of(results, endpoint, table.num_rows)
     columns: dict[str, Any] = {answer: answers}
     if failed := sum(each is not None for each in errors):
@@ -288,7 +283,6 @@ def _submit(
     server: str,
     api_key: str | None,
     inputs: JobInput,
-    optimize: bool,
     place: Path,
     results: Path,
 ) -> None:
@@ -303,9 +297,7 @@ def _submit(
         if "model" not in template.body:
             model = client.call("GET", "/v1/models")["data"][0]["id"]
             template = Template({"model": model, **template.body})
-        inputs = JobInput(
-            inputs.sources, template, inputs.endpoint, optimize_fields=optimize
-        )
+            inputs = replace(inputs, template=template)
         local = Staging(place).stage(inputs)
         batch = client.start(
             local.path, "rows.jsonl", inputs.endpoint, completion_window="24h"

@@ -28,6 +28,8 @@ from .waves import HttpTransport, QuietSender, WaveTransport
 
 WINDOW = 8192
 CHAT = "/v1/chat/completions"
+# No attribute of a streamer, which may be pickled.
+_STARTING = threading.Lock()
 
 
 class Streamer:
@@ -114,13 +116,11 @@ class Streamer:
             ConfigError: the model or an option cannot be used.
             EngineError: the engine did not start.
         """
-        if self._model_path is not None and self._own is None:
-            self._own = OwnServer(self._model_path, self._backend, self._options)
-            try:
-                self._own.wait()
-            except BaseException:
-                self._own = None
-                raise
+        with _STARTING:
+            if self._model_path is not None and self._own is None:
+                own = OwnServer(self._model_path, self._backend, self._options)
+                own.wait()
+                self._own = own
 
     def stream(
         self,
@@ -263,6 +263,12 @@ class AnswerColumns:
         Returns:
             The same columns, and those of the answers: of strings in a table, else lists.
         """
+        names = [*getattr(batch, "column_names", batch), *filter(None, self._names)]
+        for name in self._names:
+            if names.count(name) > 1:
+                raise ConfigError(
+                    f"two columns would be named {name!r}: choose others."
+                )
         if hasattr(batch, "to_pylist"):
             rows = batch.to_pylist()
         else:

@@ -511,7 +511,7 @@ class HttpTransport(WaveTransport):
                 timeout=aiohttp.ClientTimeout(
                     total=None, sock_connect=CONNECT_TIMEOUT_S
                 ),
-                trust_env=True,
+                trust_env="://127.0.0.1:" not in self._url,  # no proxy within a machine
             )
         return self._session
 

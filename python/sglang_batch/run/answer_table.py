@@ -8,16 +8,17 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..batch_api.jsonl import read_lines
 from ..batch_api.lines import line_error, loads_lenient
 from ..errors import ConfigError, InputError
+from ..inputs import tables
 from ..inputs.compression import plain_name
 from ..inputs.job_input import InputSource, JobInput, LocalFileSource
-from ..inputs.tables import arrow_columns, columns_of_file, table_of_file, whole_rows
-from ..inputs.template import text_of
+from ..inputs.template import cell_text, text_of
 
 ANSWER, ERROR = "answer", "error"
 
@@ -63,13 +64,8 @@ class AnswerTable:
         """Raises ConfigError if the input has a column of the same name as a new one,
         InputError if it has two of one name, or cannot be read.
         """
-        found = columns_of_file(self.source.title, Path(self.source.name))
-        for name in found:
-            if found.count(name) > 1:
-                raise InputError(
-                    f"{self.source.title} has {found.count(name)} columns named {name!r}: "
-                    "rename all but one."
-                )
+        found = tables.columns_of_file(self.source.title, Path(self.source.name))
+        tables.check_columns(self.source.title, found, found)
         for name in (ANSWER, ERROR, *self.keys):
             if name in found:
                 raise ConfigError(
@@ -101,7 +97,9 @@ class AnswerTable:
             for key in self.keys:
                 columns[key][row] = values.get(key)
         if any(errors):
-            columns[ERROR] = errors
+            # Also where the schema has a key of this name.
+            of_key = columns.get(ERROR, errors)
+            columns[ERROR] = [e or k for e, k in zip(errors, of_key, strict=True)]
         write = _WRITERS[Path(plain_name(self.path.name)).suffix.lower()]
         write(self.source, columns, output)
 
@@ -136,26 +134,37 @@ def _write_csv(
     delimiter: str = ",",
 ) -> None:
     path = Path(source.name)
-    names = columns_of_file(source.title, path)
+    names = tables.columns_of_file(source.title, path)
     # A key may hold half of a surrogate pair, which UTF-8 lacks.
     text = io.TextIOWrapper(output, "utf-8", "replace", newline="", write_through=True)
-    writer = csv.writer(text, delimiter=delimiter, lineterminator="\n")
-    writer.writerow([*names, *columns])
-    answers = zip(*columns.values(), strict=True)
+    plain, quoted = (
+        csv.writer(text, delimiter=delimiter, lineterminator="\n", quoting=quoting)
+        for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL)
+    )
     # The first rows alone have answers, with --max-requests.
-    for answer, row in zip(answers, whole_rows(source.title, path)):  # noqa: B905
-        writer.writerow(map(text_of, [*map(row.get, names), *answer]))
+    answered = zip(*columns.values(), tables.whole_rows(source.title, path))  # noqa: B905
+    rows = ([*map(row.get, names), *answer] for *answer, row in answered)
+    for row in chain([[*names, *columns]], rows):
+        cells = list(map(cell_text, row))
+        # Readers end a row at a bare carriage return, which Python leaves without quotes.
+        (quoted if any("\r" in cell for cell in cells) else plain).writerow(cells)
     text.detach()
 
 
 def _write_parquet(
     source: InputSource, columns: Mapping[str, Sequence[Any]], output: BinaryIO
 ) -> None:
-    from pyarrow import parquet
+    from pyarrow import ArrowNotImplementedError, parquet
 
-    table = table_of_file(source.title, Path(source.name))
-    added = arrow_columns(columns)
+    added = tables.arrow_columns(columns)
+    table = tables.table_of_file(source.title, Path(source.name))
     table = table.slice(0, added.num_rows)
+    for place, name in enumerate(table.column_names):
+        try:
+            parquet.write_table(table.select([name]).slice(0, 0), io.BytesIO())
+        except ArrowNotImplementedError:  # Parquet has no such type
+            text = tables.arrow_columns({name: table[name].to_pylist()}, as_text=True)
+            table = table.set_column(place, name, text[name])
     for name in added.column_names:
         table = table.append_column(name, added[name])
     parquet.write_table(table, output)

@@ -147,6 +147,7 @@ class Outputs:
 
 
 def _file(name: str, upload_from: Path, stem: str) -> OutputFile:
+    name = urls.as_path(name)
     if urls.is_url(name):
         return OutputFile(name, upload_from / f"{stem}{urls.file_suffix(name)}")
     return OutputFile(name, Path(name))

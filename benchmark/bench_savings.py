@@ -3,7 +3,7 @@
     python benchmark/bench_savings.py --list
     python benchmark/bench_savings.py [PART ...] [--quick] [--save]
 
-Runs the demo model, on a CPU. ``litellm`` and ``frames`` install packages in folders of their own.
+Runs the demo model, on a CPU. ``frames`` installs a package in a folder of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ PARTS = Parts(
         "rollouts",
         "streams",
         "frames",
-        "litellm",
     ),
     results="savings.json",
 )

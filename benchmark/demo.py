@@ -1,6 +1,6 @@
 """The first thing to run: a real file through a real offline server, start to end.
 
-Writes a small real model, launches ``python -m sglang.launch_server --offline-batch`` on
+Writes a small real model, launches ``sglang-batch serve`` on
 it, submits lines of ``benchmark/data/demo_requests.jsonl`` with the official ``openai``
 client, follows the batch, prints some answers and the totals. The last line is the
 summary as JSON. The exit status is 0 only if every request was answered.

@@ -40,10 +40,10 @@ def launched(
     """
     port = port or _free_port()
     command = [
-        *(sys.executable, "-m", "sglang.launch_server"),
+        *(sys.executable, "-m", "sglang_batch", "serve"),
         *("--model-path", str(model), "--served-model-name", name),
         *("--host", "127.0.0.1", "--port", str(port)),
-        *("--offline-batch", "--offline-batch-dir", str(scratch / "batches")),
+        *("--offline-batch-dir", str(scratch / "batches")),
         *("--mem-fraction-static", "0.3", "--max-total-tokens", "20000"),
         *args,
     ]

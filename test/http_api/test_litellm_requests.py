@@ -1,6 +1,6 @@
 """The requests that LiteLLM sends for files and batches, as they were recorded.
 
-``benchmark/savings_parts/litellm.py`` records them, with LiteLLM before a real server.
+``benchmark/bench_clients.py`` records them, with LiteLLM before a real server.
 """
 
 from __future__ import annotations

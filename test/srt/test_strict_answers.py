@@ -113,7 +113,7 @@ def _batches(of: Server) -> Iterator[Found]:
 
 
 def _online(of: Server) -> Iterator[Found]:
-    """What SGLang's routes answer. Their errors are SGLang's own: see Differences."""
+    """What SGLang's routes answer."""
     for url, cases in GENERATING.items():
         for case, body in cases.items():
             status, text = online(of.url, url, full(url, body))
@@ -126,9 +126,11 @@ def _online(of: Server) -> Iterator[Found]:
                 # OpenAI streams null there, too, and its type has no null.
                 ended = event.replace('"finish_reason":null', '"finish_reason":"stop"')
                 yield Found("stream", url, case, STREAMED[url], ended)
-    for case, body in REFUSED[MESSAGES].items():
-        _, text = online(of.url, MESSAGES, full(MESSAGES, body))
-        yield Found("online", MESSAGES, case, "message error", text)
+    for url, cases in REFUSED.items():
+        kind = "message error" if url == MESSAGES else "error"
+        for case, body in cases.items():
+            _, text = online(of.url, url, full(url, body))
+            yield Found("online", url, case, kind, text)
 
 
 def _objects(of: Server) -> Iterator[Found]:
@@ -198,6 +200,16 @@ def _assert_none(asked: list[Found], faults: list[str | None]) -> None:
         if what is not None
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_an_online_error_has_the_fields_of_both(found: list[Found]) -> None:
+    for url in (CHAT, COMPLETIONS, RESPONSES):
+        (body,) = bodies(found, "online", url, "type")
+        error = body["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", None)
+        if url != RESPONSES:  # where SGLang has it, too
+            assert (body["object"], body["code"]) == ("error", 400)
+            assert body["message"] == error["message"]
 
 
 def test_samples_that_cannot_be_sent_are_answered(dense_server: Server) -> None:

@@ -8,6 +8,7 @@ the other routes of the server alone.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import uuid
@@ -23,6 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...batch_api.protocol import error_body
 from ...errors import ApiError
 from . import job_routes, key_routes, message_batch_routes, openai_routes, page_routes
 from .calls import (
@@ -58,9 +60,9 @@ def install(app: FastAPI) -> None:
     """Add our routes and layers. The service is ``app.state.offline_batch_service``."""
     app.include_router(make_router())
     app.add_exception_handler(HTTPException, answer_unknown)
-    for layer in (BodyPace, CrossOrigin, AnswerHeaders):  # the last one is outermost
+    # The last one is outermost.
+    for layer in (OpenAIErrors, BodyPace, CrossOrigin, AnswerHeaders, KnownMethods):
         app.add_middleware(layer)
-    app.add_middleware(KnownMethods)
 
 
 def is_ours(path: str) -> bool:
@@ -104,13 +106,15 @@ _HEADERS = {
 
 
 class _OurLayer(ABC):
-    """A layer around the calls of our routes."""
+    """A layer around the calls of our routes, or of those that it ``takes``."""
+
+    takes: Callable[[str], object] = staticmethod(is_ours)
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_it = scope["type"] == "http" and is_ours(path_of(scope))
+        has_it = scope["type"] == "http" and self.takes(path_of(scope))
         await (self._answer if has_it else self._app)(scope, receive, send)
 
     @abstractmethod
@@ -266,9 +270,9 @@ class _PacedBody:
 
 
 def _has_body(scope: Scope) -> bool:
-    if Headers(scope=scope).get("transfer-encoding") is not None:
-        return True
-    return (Headers(scope=scope).get("content-length") or "0").strip("0") != ""
+    headers = Headers(scope=scope)
+    is_sized = headers.get("content-length", "").strip("0") != ""
+    return is_sized or "transfer-encoding" in headers
 
 
 def _encoding_error(scope: Scope) -> ApiError | None:
@@ -320,7 +324,13 @@ class CrossOrigin(_OurLayer):
         elif _is_same_origin(scope, origin, config.public_url):
             await self._without_origin(scope, receive, send)
         else:
-            await error_at(scope, _refusal(origin))(scope, receive, send)
+            message = (
+                f"Pages of {origin!r:.200} may not call this server. Its operator can add "
+                "the origin to allowed_origins in --offline-batch-config, or set "
+                "public_url if this is the server's own address behind a proxy."
+            )
+            error = ApiError(403, message, code="origin_not_allowed", retry=False)
+            await error_at(scope, error)(scope, receive, send)
 
     def _cors_of(self, allowed: tuple[str, ...]) -> CORSMiddleware:
         if allowed not in self._cors:
@@ -349,13 +359,38 @@ def _is_same_origin(scope: Scope, origin: str, public_url: str | None) -> bool:
     return bool(host) and origin.lower() in (f"http://{host}", f"https://{host}")
 
 
-def _refusal(origin: str) -> ApiError:
-    message = (
-        f"Pages of {origin!r:.200} may not call this server. Its operator can add the "
-        "origin to allowed_origins in --offline-batch-config, or set public_url if this "
-        "is the server's own address behind a proxy."
-    )
-    return ApiError(403, message, code="origin_not_allowed", retry=False)
+class OpenAIErrors(_OurLayer):
+    """Adds ``error`` to SGLang's errors: many clients look for their fields nowhere else."""
+
+    takes = staticmethod(re.compile("/v1/").match)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start: Message | None = None
+
+        async def send_more(message: Message) -> None:
+            nonlocal start
+            if message.get("status", 0) >= 400:
+                start = message
+                return
+            if start is not None:
+                message["body"] = _with_error(start, message.get("body", b""))
+                await send(start)
+                start = None
+            await send(message)
+
+        await self._app(scope, receive, send_more)
+
+
+def _with_error(start: Message, body: bytes) -> bytes:
+    with suppress(ValueError, AttributeError):  # no object of JSON
+        content = json.loads(body)
+        error = content.get("error", content)
+        if isinstance(error.get("code"), int):  # SGLang's is the status
+            said, param = str(error.get("message")), error.get("param")
+            content |= error_body(said, status_code=error["code"], param=param)
+            body = json.dumps(content).encode()
+            MutableHeaders(scope=start)["content-length"] = str(len(body))
+    return body
 
 
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"}

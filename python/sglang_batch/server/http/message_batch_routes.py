@@ -23,7 +23,7 @@ from ...batch_api import protocol as api
 from ...batch_api.jsonl import FileErrors, validate
 from ...batch_api.lines import BodyCheck, LineError, LineRules
 from ...batch_api.message_batches import MessageBatchRequest
-from ...batch_api.objects import result_files
+from ...batch_api.objects import list_object, result_files
 from ...errors import ApiError
 from ...store.batch_store import BatchStore, OnMade, Row, now
 from ...store.incoming import AHEAD_BYTES, IncomingFile
@@ -238,15 +238,9 @@ def list_message_batches(
     )
     # Without the extra one, which is the farthest from where the page begins.
     shown = rows[-limit:] if before is not None else rows[:limit]
-    data = [_object(request, row) for row in shown]
-    return JSONResponse(
-        {
-            "data": data,
-            "has_more": len(rows) > limit,
-            "first_id": data[0]["id"] if data else None,
-            "last_id": data[-1]["id"] if data else None,
-        }
-    )
+    page = list_object([_object(request, row) for row in shown], limit)
+    del page["object"]  # Anthropic's pages have none
+    return JSONResponse(page | {"has_more": len(rows) > limit})
 
 
 @router.get("/v1/messages/batches/{message_batch_id}", response_model=docs.MessageBatch)
@@ -310,13 +304,11 @@ def message_batch_results(request: Request, message_batch_id: str) -> StreamingR
     """Read the results: one JSON line for each request, in the order of requests."""
     row = _row(request, message_batch_id)
     store = service_of(request).store
-    why = None
+    named = f"message batch {message_batch_id}"
     if not messages.has_ended(row):
-        why = f"Message batch {message_batch_id} has no results yet: it has not ended."
-    elif not _results_kept(store, row):
-        why = f"The results of message batch {message_batch_id} are no longer kept."
-    if why is not None:
-        raise ApiError(404, why)
+        raise ApiError(404, f"There are no results of {named} yet: it has not ended.")
+    if not _results_kept(store, row):
+        raise ApiError(404, f"The results of {named} are no longer kept.")
     return StreamingResponse(in_blocks(_results(store, row)), media_type=JSONL)
 
 

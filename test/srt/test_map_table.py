@@ -97,12 +97,20 @@ def test_a_frame_without_rows_and_calls_that_cannot_be() -> None:
         sglang_batch.map_tables  # noqa: B018
 
 
+# As SGLang has it with --reasoning-parser.
+REASONED = """{"output": [
+    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
+    {"type": "message", "content": [{"type": "output_text", "text": "a"}]}
+]}""".replace("\n", "")
+
+
 @pytest.mark.parametrize(
     ("endpoint", "body", "answer"),
     [
         ("/v1/chat/completions", '{"choices": [{"message": {"content": "a"}}]}', "a"),
         ("/v1/messages", '{"content": [{"type": "text", "text": "a"}]}', "a"),
         ("/v1/responses", '{"output": [{"content": [{"text": "a"}]}, {}]}', "a"),
+        ("/v1/responses", REASONED, "a"),
         ("/v1/embeddings", '{"data": [{"embedding": [1.5, 2]}]}', [1.5, 2]),
         ("/v1/score", '{"scores": [0.5]}', '{"scores": [0.5]}'),
     ],

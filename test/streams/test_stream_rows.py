@@ -121,6 +121,12 @@ def test_arguments_that_cannot_be_used(url: str, template: Any, id_column: Any) 
         ({"choices": [{"text": "b"}]}, "b"),
         ({"data": [{"embedding": [1.0]}]}, None),
         ({"choices": []}, None),
+        ({"choices": [{"message": {"content": None}, "text": "b"}]}, None),
+        ({"content": [{"type": "thinking", "thinking": "no"}, {"text": "c"}]}, "c"),
+        ({"output": [{"type": "message", "content": [{"text": "d"}]}, {}]}, "d"),
+        ({"text": "e", "usage": {}}, "e"),
+        ({"scores": [0.5]}, None),
+        ([{"results": []}], None),
     ],
 )
 def test_the_text_of_an_answer(body: Any, text: str | None) -> None:

@@ -23,6 +23,7 @@ from ..batch_api.protocol import (
 )
 from ..errors import ConfigError, EngineError, InputError
 from ..inputs.template import NotJson, Template, json_value, text_of
+from ..run.answer_table import text_in
 from .own_server import OwnServer
 from .waves import HttpTransport, QuietSender, WaveTransport
 
@@ -331,13 +332,8 @@ class StreamAnswer:
 
     @cached_property
     def text(self) -> str | None:
-        """What the model wrote: the first choice. None for errors and other endpoints."""
-        choices = self.body.get("choices") if isinstance(self.body, dict) else None
-        if not choices:
-            return None
-        message = choices[0].get("message")
-        text = choices[0].get("text") if message is None else message.get("content")
-        return text if isinstance(text, str) else None
+        """What the model wrote, as :func:`text_in`. None for errors and other endpoints."""
+        return text_in(self.body)
 
 
 @dataclass(frozen=True, slots=True)

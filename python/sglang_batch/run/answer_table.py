@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from ..batch_api.jsonl import read_lines
 from ..batch_api.lines import line_error, loads_lenient
+from ..batch_api.protocol import GENERATING_URLS
 from ..errors import ConfigError, InputError
 from ..inputs import tables
 from ..inputs.compression import plain_name
@@ -214,15 +215,27 @@ def _texts(parts: list[dict[str, Any]]) -> str:
     return "".join(part["text"] for part in parts if "text" in part)
 
 
-def _output_text(body: dict[str, Any]) -> str:
-    return "".join(_texts(item.get("content") or []) for item in body["output"])
+def text_in(body: Any) -> str | None:
+    """What the model wrote, without its reasoning: the text or the first choice of the answer
+    of any endpoint that generates. None for others.
+    """
+    text: Any = None
+    if not isinstance(body, dict):
+        return None
+    if choices := body.get("choices"):
+        text = choices[0].get("message") or choices[0]
+        text = text.get("content", text.get("text"))
+    elif "output" in body:  # /v1/responses
+        items = (item for item in body["output"] if item.get("type") != "reasoning")
+        text = "".join(_texts(item.get("content") or []) for item in items)
+    elif "content" in body:  # /v1/messages
+        text = _texts(body["content"])
+    else:
+        text = body.get("text")  # of a transcription
+    return text if isinstance(text, str) else None
 
 
 _VALUES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "/v1/chat/completions": lambda body: body["choices"][0]["message"]["content"],
-    "/v1/completions": lambda body: body["choices"][0]["text"],
-    "/v1/messages": lambda body: _texts(body["content"]),
-    "/v1/responses": _output_text,
     "/v1/embeddings": lambda body: body["data"][0]["embedding"],
-    "/v1/audio/transcriptions": lambda body: body["text"],
+    **dict.fromkeys(GENERATING_URLS, text_in),
 }

@@ -416,6 +416,13 @@ SECTIONS = (
         ],
     ),
     Section(
+        "Clients",
+        "The calls of people's clients, each at its newest release in its range, against `sglang-batch serve` with keys. Answers are read with the "
+        "client's own types: for OpenAI's and Anthropic's Python clients strictly, so a missing field or a wrong type fails. An empty cell: the client has "
+        "no such call.",
+        [("clients", ALL), ("clients", Figures("Counts"))],
+    ),
+    Section(
         "The CPU engine",
         "Each request has 20 tokens of its own and a prefix that all share.",
         [("cpu_attention", ALL)],

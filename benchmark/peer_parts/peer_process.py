@@ -26,6 +26,8 @@ Setup = dict[str, Any]
 Job = dict[str, Any]
 # Token ids of each answer, and how many prompt tokens came from the cache.
 Answered = tuple[list[list[int]], int]
+# How an engine answers a job, and how its cache is emptied before one.
+Ready = tuple[Callable[[Job], Answered], Callable[[], object]]
 STATIC_ROWS = 32
 
 
@@ -43,7 +45,7 @@ def _of_sglang(found: list[dict[str, Any]]) -> Answered:
 
 
 @contextmanager
-def sglang(setup: Setup) -> Iterator[Callable[[Job], Answered]]:
+def sglang(setup: Setup) -> Iterator[Ready]:
     """SGLang through ``Engine.generate``, stock or with ``offline_batch``."""
     import sglang
     from sglang.srt.entrypoints.engine import Engine
@@ -59,7 +61,6 @@ def sglang(setup: Setup) -> Iterator[Callable[[Job], Answered]]:
     )  # fmt: skip
 
     def answer(job: Job) -> Answered:
-        engine.flush_cache()
         found = engine.generate(
             input_ids=job["prompts"],
             sampling_params=[_sampling(job, most) for most in job["max_tokens"]],
@@ -67,7 +68,7 @@ def sglang(setup: Setup) -> Iterator[Callable[[Job], Answered]]:
         return _of_sglang(found)
 
     try:
-        yield answer
+        yield answer, engine.flush_cache
     finally:
         engine.shutdown()
 
@@ -87,7 +88,7 @@ def _as_sglang_computes(*args: Any, **kwargs: Any) -> None:
 
 
 @contextmanager
-def dense(setup: Setup) -> Iterator[Callable[[Job], Answered]]:
+def dense(setup: Setup) -> Iterator[Ready]:
     """This package with ``--backend transformers``."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from throughput_engine import answer_all
@@ -109,11 +110,11 @@ def dense(setup: Setup) -> Iterator[Callable[[Job], Answered]]:
             running = answer_all(engine, config, job["prompts"], params)
             return _of_sglang(loop.run_until_complete(running))
 
-        yield answer
+        yield answer, lambda: None
 
 
 @contextmanager
-def vllm(setup: Setup) -> Iterator[Callable[[Job], Answered]]:
+def vllm(setup: Setup) -> Iterator[Ready]:
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
     from vllm.sampling_params import (  # type: ignore[import-not-found]
         StructuredOutputsParams,
@@ -126,7 +127,6 @@ def vllm(setup: Setup) -> Iterator[Callable[[Job], Answered]]:
     )  # fmt: skip
 
     def answer(job: Job) -> Answered:
-        engine.reset_prefix_cache()
         schema = job["schema"] and StructuredOutputsParams(json=job["schema"])
         found = engine.generate(
             [{"prompt_token_ids": prompt} for prompt in job["prompts"]],
@@ -141,11 +141,11 @@ def vllm(setup: Setup) -> Iterator[Callable[[Job], Answered]]:
         cached = sum(each.num_cached_tokens or 0 for each in found)
         return [list(each.outputs[0].token_ids) for each in found], cached
 
-    yield answer
+    yield answer, engine.reset_prefix_cache
 
 
 @contextmanager
-def transformers(setup: Setup) -> Iterator[Callable[[Job], Answered]]:
+def transformers(setup: Setup) -> Iterator[Ready]:
     """``generate`` on padded batches of prompts with similar lengths."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -179,7 +179,7 @@ def transformers(setup: Setup) -> Iterator[Callable[[Job], Answered]]:
                 answers[i] = row[: limits[i]]
         return answers, 0
 
-    yield answer
+    yield answer, lambda: None
 
 
 def _cells(prompts: list[list[int]], limits: list[int], part: list[int]) -> int:
@@ -205,7 +205,7 @@ def main() -> None:
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     setup = json.loads(sys.argv[1])
-    with KINDS[setup["kind"]](setup) as answer:
+    with KINDS[setup["kind"]](setup) as (answer, empty_cache):
         warm_up = {
             "prompts": [[5] * 24, [6] * 24],
             "max_tokens": [4, 4],
@@ -215,6 +215,7 @@ def main() -> None:
         print(json.dumps("ready"), file=said, flush=True)
         for line in sys.stdin:
             job = json.loads(line)
+            empty_cache()
             begin, begin_cpu = time.perf_counter(), processor_s()
             answers, cached = answer(job)
             seconds, cpu_s = time.perf_counter() - begin, processor_s() - begin_cpu

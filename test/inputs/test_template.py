@@ -158,6 +158,25 @@ def test_text_is_a_prompt(tmp_path: Path, endpoint: str, body: dict[str, Any]) -
         assert Template.parse(text, endpoint).body == body
 
 
+@pytest.mark.parametrize("endpoint", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(
+    ("cell", "prompt"), [(12, "12"), (0.5, "0.5"), (True, "true"), ("x", "x")]
+)
+def test_a_number_that_is_a_prompt_is_text(
+    endpoint: str, cell: object, prompt: str
+) -> None:
+    body = json.loads(Template.parse("{{q}}", endpoint).fill({"q": cell}))
+    (value,) = body.values()
+    assert value == prompt or value == [{"role": "user", "content": prompt}]
+
+
+def test_numbers_elsewhere_and_other_values_keep_their_type() -> None:
+    body = {"input": "{{q}}", "dimensions": "{{q}}", "metadata": {"of": ["{{q}}"]}}
+    for cell, text in ((7, "7"), ([1, 2], [1, 2]), (None, None)):
+        found = json.loads(Template(body).fill({"q": cell}))
+        assert found == {"input": text, "dimensions": cell, "metadata": {"of": [cell]}}
+
+
 def test_text_that_is_no_prompt_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="/v1/rerank takes more than a prompt"):
         Template.parse("{{q}}", "/v1/rerank")

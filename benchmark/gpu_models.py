@@ -34,7 +34,7 @@ LOADABLE: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-# Of the smallest card that the list of commands is for, and what SGLang may take of it.
+# Of the smallest card that the list of commands is for, and SGLang's share of it.
 CARD_BYTES, USABLE = 80e9, 0.85
 
 

@@ -38,7 +38,7 @@ def model() -> Iterator[str]:
 
 @contextmanager
 def model_flags(path: str | None) -> Iterator[list[str]]:
-    """``--model-path`` for a command, and what the tiny model needs besides."""
+    """``--model-path`` for a command, and further options for the tiny model."""
     if path is not None:
         yield ["--model-path", path]
         return

@@ -45,7 +45,7 @@ class Place(BaseModel):
 ASKED: Any = {"messages": ASK, "max_tokens": 90, "temperature": 0}
 SHORT: Any = {"messages": ASK, "max_tokens": 8}
 LONG: Any = {"messages": ASK, "max_tokens": 900, "ignore_eos": True}
-# Of a batch of chats: what each line has besides the model. The last one is refused.
+# Of a batch of chats: the fields of each line besides the model. The last one is refused.
 LINES: dict[str, Any] = {
     "plain": SHORT,
     "logprobs": {**SHORT, "logprobs": True, "top_logprobs": 2},

@@ -133,7 +133,7 @@ def measure(
 def traces_of(
     engine: Engine, name: str, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Two traces of an engine, printed, and what the results keep of each."""
+    """Two traces of an engine, printed, and the part of each that the results keep."""
     job = job_of(options)
     prefilled = engine.run(job).steps["prefill_tokens"]
     decodes_begin = int(np.flatnonzero(prefilled)[-1]) + 1

@@ -1,4 +1,4 @@
-"""Steps that run out of memory: what is released, and what is computed again."""
+"""Steps that run out of memory: memory that is released, and tokens that are computed again."""
 
 from __future__ import annotations
 

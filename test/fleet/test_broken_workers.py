@@ -1,4 +1,4 @@
-"""A worker that says what no worker says is left out, and the others do the job."""
+"""A worker whose messages make no sense is left out, and the others do the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines that run with LoRA adapters: how many of each, and what they share."""
+"""Lines that run with LoRA adapters: how many of each, and their shared prefixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job with LoRA adapters on one engine, planned or stock; ``main`` prints what it found.
+"""A job with LoRA adapters on one engine, planned or stock; ``main`` prints its findings.
 
 Loads are counted where SGLang copies the weights of an adapter into its pool.
 """

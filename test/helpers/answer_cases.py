@@ -24,7 +24,7 @@ FORCED = {"type": "function", "function": {"name": "weather"}}
 LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
 MESSAGE_TOOLS = [{"name": "weather", "input_schema": SCHEMA}]
 
-# Endpoint -> name -> what a body has besides the model, the limit and temperature 0.
+# Endpoint -> name -> fields of a body besides the model, the limit and temperature 0.
 GENERATING: dict[str, dict[str, Body]] = {
     CHAT: {
         "plain": {"messages": ASK},

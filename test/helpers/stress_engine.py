@@ -158,7 +158,7 @@ class Stress:
     # What is there --------------------------------------------------------------------
 
     async def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Counters of all schedulers, and what they hold. The tests' own add up here."""
+        """Counters of all schedulers, and their contents. The tests' own add up here."""
         states = await self.manager.get_internal_state()
         left: Counter[str] = Counter()
         total: Counter[str] = Counter()

@@ -368,7 +368,7 @@ def apart(s: Stress) -> Any:
 
 
 def prompt_logprobs(s: Stress) -> Any:
-    """Lines that want log probabilities of their prompts share only what is before."""
+    """Lines that want log probabilities of their prompts share only the tokens before."""
     cases = _cases(70, 18, 12, 8, shared=48)
     for index in range(0, 18, 2):
         start = (0, 20, 48)[index % 3]

@@ -1,4 +1,4 @@
-"""Which JSON texts are what a client's own types say, each strictly. Run by a test.
+"""Which JSON texts a client's own types accept, each strictly. Run by a test.
 
 Reads a line ``[kind, text]`` of JSON for each on standard input. Prints the client's
 version, and for each text None or what is wrong. The client is the ``openai`` that Python

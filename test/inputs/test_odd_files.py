@@ -1,4 +1,4 @@
-"""Files that are not what they should be: each is refused with its reason, none is fatal."""
+"""Damaged and mislabelled files: each is refused with its reason, none is fatal."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_a_job_is_planned_as_the_planner_does(
         answers = Observed(numbers, np.full(25, 17, np.int32))
         planner.observe(numbers, answers.output_len)
     (found,) = planner.plans()
-    # Without answers, auto takes what is good for other lengths, too.
+    # Without answers, auto takes an order that is good for other lengths, too.
     is_guess = policy == "auto" and kind is unknown and not observed
     machine = make_machine()
     expected = Candidates(

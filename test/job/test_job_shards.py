@@ -235,7 +235,7 @@ def test_replicas_keep_their_numbers(tree: PrefixTree, requests: PlanRequests) -
 @settings(deadline=None, max_examples=examples(60))
 @given(st.data())
 def test_replicas_come_and_go(data: st.DataObject) -> None:
-    """Whatever happens, each request is in one shard, and what was sent stays."""
+    """Whatever happens, each request is in one shard, and requests that were sent stay."""
     requests = make_requests()
     tree = build_prefix_tree(requests.tokens, requests.offsets)
     k = data.draw(st.integers(1, 4))

@@ -1,4 +1,4 @@
-"""``--choose``: what it prints, and what it refuses."""
+"""``--choose``: its output and its refusals."""
 
 from __future__ import annotations
 

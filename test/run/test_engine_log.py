@@ -1,4 +1,4 @@
-"""SGLang's log of a run: what is written to it, and why an engine failed."""
+"""SGLang's log of a run: its lines, and why an engine failed."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from builders import make_file
 
 from sglang_batch.store.files import FileLock
 
-# Runs each list of arguments, and prints the statuses and what was said.
+# Runs each list of arguments, and prints the statuses and the messages.
 PROGRAM = """\
 import contextlib, io, json, sys
 from sglang_batch.__main__ import main

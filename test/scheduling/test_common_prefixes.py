@@ -1,4 +1,4 @@
-"""One prefix in several jobs: who computes it, who waits, and what is forgotten."""
+"""One prefix in several jobs: who computes it, who waits, and when it is forgotten."""
 
 from __future__ import annotations
 

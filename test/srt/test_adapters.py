@@ -1,4 +1,4 @@
-"""LoRA adapters under the plan, on real SGLang: answers, loads and what is shared."""
+"""LoRA adapters under the plan, on real SGLang: answers, loads and shared prefixes."""
 
 from __future__ import annotations
 

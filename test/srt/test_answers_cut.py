@@ -1,4 +1,4 @@
-"""Stop rules on real SGLang: lines of batches, calls, and what is refused.
+"""Stop rules on real SGLang: lines of batches, calls, and refusals.
 
 Grammars make the demo model, whose weights are random, write what a rule is to find.
 """

@@ -112,7 +112,7 @@ LIMITS = {
     "/v1/responses": {"max_output_tokens": 8, "temperature": 0},
     "/v1/messages": {"max_tokens": 6, "temperature": 0},
 }
-# What differs from call to call, and what the cache held at the time.
+# Fields that differ from call to call or by the cache's contents at the time.
 VOLATILE = {"id", "created_at", "input_tokens_details", "cache_read_input_tokens"}
 
 

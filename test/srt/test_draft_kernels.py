@@ -1,4 +1,4 @@
-"""Drafts verified in PyTorch, compared with what they are defined by."""
+"""Drafts verified in PyTorch, compared with their definitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefixes in the host pool: which parts are found, what is copied, who must leave."""
+"""Prefixes in the host pool: which parts are found and copied, and who must leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Without ``--offline-batch``, SGLang is what it is without this package."""
+"""Without ``--offline-batch``, SGLang behaves as without this package."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def quick_command(command: str, folder: Path) -> list[str] | None:
 
 
 def follow(section: str, folder: Folder, outputs: Path) -> None:
-    """Do what a section of the page tells its reader to do."""
+    """Follow the steps of a section of the page."""
     output, server_output = outputs / "printed", outputs / "server"
     with ExitStack() as servers:
         for kind, how, text in BLOCK.findall(section):

@@ -1,4 +1,4 @@
-"""The file of measured row_shares: what is kept, and files that cannot be used."""
+"""The file of measured row_shares: its contents, and files that cannot be used."""
 
 from __future__ import annotations
 

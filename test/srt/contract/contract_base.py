@@ -113,7 +113,7 @@ def jsonl(lines: Iterable[dict[str, Any]]) -> bytes:
 
 
 def but_for_cost(batch: Batch) -> dict[str, Any]:
-    """A batch without what it costs, which becomes exact as the work of others does."""
+    """A batch without its costs, which become exact as the work of others does."""
     found = batch.to_dict()
     usage: Any = found.get("usage") or {}
     for name in ("engine_seconds", "dollars"):

@@ -99,6 +99,7 @@ def test_the_options_of_sglangs_tool() -> None:
     assert done.stdout.splitlines() == ["64 generated-shared-prefix"] * len(lines)
 
 
+@pytest.mark.slow
 def test_the_list_goes_on_after_failures_and_another_call(tmp_path: Path) -> None:
     from command_list import Command
     from run_list import FINAL, Runner

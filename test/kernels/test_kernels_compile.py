@@ -218,6 +218,7 @@ def registers_and_stack(cubin: bytes, folder: Path) -> tuple[int, int]:
     return registers, stack + local
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_merges(device: str) -> None:
     target = DEVICES[device][0]

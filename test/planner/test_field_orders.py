@@ -72,6 +72,7 @@ def table_of(rows: list[tuple[str, ...]]) -> FieldTable:
     return text_table(np.array(values, np.int32).T.copy(), encoded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "fields"), [(2, 3), (3, 3), (4, 3), (3, 4)])
 def test_the_best_cost_is_the_least_of_all_orders(rows: int, fields: int) -> None:
     rng = np.random.default_rng(rows * fields)

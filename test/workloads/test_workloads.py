@@ -242,6 +242,7 @@ def test_the_recipe_of_the_four_traces(number: int) -> None:
         assert abs(counts[source] - count) <= max(0.005 * count, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("density", [round(0.8 + 0.05 * i, 2) for i in range(13)])
 def test_blends_of_the_papers_grid_meet_their_targets(density: float) -> None:
     for sharing in (0.05, 0.15, 0.25, 0.35, 0.45):

@@ -304,6 +304,7 @@ class TestShortMemory:
             for place, ids in enumerate(prompts(10, seed=12))
         ]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("host_cells", [1 << 20, 0], ids=["kept", "computed_again"])
     @pytest.mark.parametrize(
         ("name", "calls"), FAILING, ids=[f"{name}{calls}" for name, calls in FAILING]

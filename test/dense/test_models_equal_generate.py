@@ -81,6 +81,7 @@ def check(model: LoadedModel, requests: list[DenseRequest]) -> Run:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", CAUSAL)
 def test_a_causal_model_answers_as_generate_does(model_type: str) -> None:
     model = wrap(tiny_model(model_type))
@@ -101,6 +102,7 @@ def test_39_types_run_that_sglang_does_not_and_22_of_them_in_shared_batches() ->
     assert len(runs & IN_A_SLAB) >= 22
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", SEQ2SEQ)
 def test_an_encoder_decoder_answers_as_generate_does(model_type: str) -> None:
     plain = tiny_model(model_type, encoder_decoder=True)

@@ -52,6 +52,7 @@ def expected(model: LoadedModel, requests: list[DenseRequest]) -> dict[str, list
 
 
 class TestTokens:
+    @pytest.mark.slow
     @RULES
     @pytest.mark.parametrize(
         "host_cells", [1 << 20, 60, 0], ids=["room", "few", "none"]

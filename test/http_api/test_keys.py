@@ -67,6 +67,7 @@ def tricked(tmp_path: Path) -> Iterator[TestClient]:
     store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [

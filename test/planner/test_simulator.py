@@ -347,6 +347,7 @@ def test_one_request_of_any_side(density: list[float] | None, num_left: int) -> 
     check_laws(job, run(job))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("density", [0.0, 1.0, np.inf])
 @pytest.mark.parametrize("num_left", [0, 5, 10])
 @pytest.mark.parametrize("output_len", [1, 30])

@@ -68,6 +68,7 @@ def check_leaders(job: JobState, choice: Choice) -> None:
     assert len(led) == len(set(led))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dual", [False, True])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("refuse", [0.0, 0.3])

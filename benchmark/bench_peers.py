@@ -6,8 +6,8 @@
 The model is that of `sglang-batch demo-model --real`. Peers: SGLang with each of its policies,
 the best of them with mixed chunks, vLLM, transformers in padded batches of similar lengths,
 and this package on SGLang and on transformers. Each has a process of its own and as much KV,
-takes the jobs one after another, each with a cache that was emptied before, and ends before the next begins;
-that is repeated, so that all meet the same changes of the machine. Planning is part of our
+takes the jobs one after another, each with a cache that was emptied before, and ends before the
+next begins; that is repeated, so that all meet the same changes of the machine. Planning is part of our
 time, starting and warming up of nobody's. Without this package SGLang starts on no processor
 that lacks AMX, so stock SGLang has this package's platform: `--stock improved` with its
 linear layers and attention, too, `plain` without.

@@ -29,8 +29,8 @@ class Template:
     """A request body with placeholders, parsed once and filled for every row.
 
     A string that is a single placeholder takes the column's value with its JSON
-    type, a number in a prompt as text. Inside a longer string the value is written as text. Values of columns are
-    never searched for placeholders. Lines between ``{{#fields}}`` and
+    type, but a number that is a prompt becomes text. Inside a longer string the value is
+    written as text. Values of columns are never searched for placeholders. Lines between ``{{#fields}}`` and
     ``{{/fields}}`` in a string are a block of fields, whose order carries no
     meaning. Raises ConfigError if the body uses no column, has a placeholder in a
     key, or a block that is not one.
@@ -213,9 +213,9 @@ class RowRequests:
         return found
 
 
-_PLACEHOLDER = re.compile(r"\{\{\s*(.+?)\s*\}\}")
-# Of a body or a message, where a number would be refused.
+# Fields of a body or a message in which the engine refuses a number.
 _PROMPT_KEYS = ("content", "prompt", "input", "text")
+_PLACEHOLDER = re.compile(r"\{\{\s*(.+?)\s*\}\}")
 _MARKER = re.compile(r"\{\{\s*([#/])fields\s*\}\}")
 BEGIN, END = "{{#fields}}", "{{/fields}}"
 _LINE_BREAK = r"\n"  # as JSON writes it

@@ -207,7 +207,7 @@ class RunningJob:
         )  # fmt: skip
         progress.will_render(len(todo) if job.in_one_piece else 0)
         self._say_savings(len(equal.todo) - len(todo), equal.num_merged, job)
-        writing = [
+        background = [
             asyncio.create_task(_commit_regularly(log)),
             asyncio.create_task(self._share_regularly(stop)),
             asyncio.create_task(_watch_kv(engine, progress)),
@@ -219,7 +219,7 @@ class RunningJob:
                 with self._signals.setting(stop, say_it):
                     await job.run(stop)
             finally:
-                for task in writing:
+                for task in background:
                     task.cancel()
                     with suppress(asyncio.CancelledError):
                         await task

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -107,15 +108,17 @@ def most_on_disk(server: Server, work: Any) -> int:
         nonlocal most
         store = server.service.store
         while not over.is_set():
-            total = 0
+            # A file that is moved between two folders meanwhile is seen in both.
+            sizes: dict[int, int] = {}
             for name in ("incoming", "files", "uploads"):
                 for path in (store.directory / name).rglob("*"):
                     try:
                         found = path.stat()
                     except FileNotFoundError:
                         continue
-                    total += found.st_blocks * 512 if path.is_file() else 0
-            most = max(most, total)
+                    if stat.S_ISREG(found.st_mode):
+                        sizes[found.st_ino] = found.st_blocks * 512
+            most = max(most, sum(sizes.values()))
             time.sleep(0.001)
 
     thread = threading.Thread(target=watch)

@@ -294,7 +294,10 @@ def test_the_front_knows_all_workers_that_may_come(helm: Any) -> None:
     assert (scaler["minReplicas"], scaler["maxReplicas"]) == (2, 5)
     assert "replicas" not in found["StatefulSet", "demo-worker"]["spec"]
     [metric] = [each["external"] for each in scaler["metrics"]]
-    assert metric["metric"]["name"].removeprefix(metrics.PREFIX) in metrics._GAUGES
+    assert (
+        metric["metric"]["name"].removeprefix(metrics.PREFIX)
+        in metrics.METRICS["gauges"]
+    )
     assert metric["target"]["averageValue"] == "20000000"
     config = json.loads(front["args"][-2].partition("=")[2])
     assert config == {

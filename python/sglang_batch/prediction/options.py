@@ -14,6 +14,7 @@ from ..errors import ConfigError, InputError
 from ..planner.choosing.ways import Box
 from ..run.option_types import (
     add_arguments,
+    add_command,
     at_least_0,
     count,
     exponent,
@@ -34,46 +35,6 @@ from .synthetic_jobs import (
     trace_job,
 )
 
-_PLAN_EPILOG = """\
-Every other option is passed to SGLang unchanged (--served-model-name,
---chat-template, --context-length, ...): see `sglang serve --help`. Weights and KV are
-counted in the bits of --quantization and --kv-cache-dtype.
-
-Nothing runs and no weights are loaded. SGLang renders the prompts, and the engine is
-simulated. Output lengths that are not known are drawn from a distribution with the
-mean --default-output-len, so the predicted seconds are as good as that guess.
-
---steps prints the steps that a server measured next to the prediction, and --plot then
-draws them. Without -i, only the measured steps are printed.
-
-Inputs are those of run: see `sglang-batch run --help`.
-
-exit status:
-  0  the plan was printed
-  2  the input or an option cannot be used
-
-examples:
-  sglang-batch plan -i requests.jsonl --model-path meta-llama/Llama-3.1-8B-Instruct \\
-      --hardware h100-sxm --tp 2 --plot plan.png
-  sglang-batch plan --steps steps.csv --plot steps.png
-  sglang-batch plan -i requests.jsonl --model-path meta-llama/Llama-3.3-70B-Instruct \\
-      --choose --hardware 8xh200-sxm --price-per-gpu-hour 3.5
-"""
-
-_SIMULATE_EPILOG = """\
-exit status:
-  0  the report was printed
-  2  an option cannot be used
-
-examples:
-  sglang-batch simulate --trace 1 --overlap 1.47
-  sglang-batch simulate --groups 2000,200,16,256 --num-requests 3200 --model qwen2.5-7b
-  sglang-batch simulate --lengths azure_llm_2023_conv.csv sharegpt_lengths.csv \\
-      --num-requests 10000 --hardware h100-sxm --policies dual-scan dfs --plot sim.png
-  sglang-batch simulate --groups 1000,200,8,500 --model llama-3.1-70b --choose \\
-      --fleet 8xh200-sxm=3.5 8xh100-sxm=2.2 --allow-quantization fp8 --deadline 1h
-"""
-
 Subparsers = Any
 
 
@@ -81,16 +42,13 @@ def add_plan(commands: Subparsers, run: Callable[..., int]) -> None:
     """Add ``plan`` to the commands."""
     from ..srt.compat.command_line import add_options
 
-    plan = commands.add_parser(
+    plan = add_command(
+        commands,
         "plan",
+        run,
         usage="sglang-batch plan -i INPUT [INPUT ...] --model-path MODEL [options] "
         "[SGLang's server options]\n       sglang-batch plan --steps FILE [options]",
         help="predict how long a file of requests takes, and which order is fastest",
-        description="Predict how long a batch file takes in each order of its "
-        "requests, and why.",
-        epilog=_PLAN_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_inputs(plan, required=False)
     add_advanced_inputs(plan)
@@ -116,23 +74,18 @@ def add_plan(commands: Subparsers, run: Callable[..., int]) -> None:
     add_machine(plan, hardware="the GPU of this machine, otherwise cpu")
     add_choice(plan)
     _add_output(plan)
-    plan.set_defaults(run=run)
 
 
 def add_simulate(commands: Subparsers, run: Callable[..., int]) -> None:
     """Add ``simulate`` to the commands."""
     from ..srt.compat.command_line import add_options
 
-    simulate = commands.add_parser(
+    simulate = add_command(
+        commands,
         "simulate",
+        run,
         usage="sglang-batch simulate [job] [machine] [options]",
         help="compare orders on synthetic jobs and on traces, without a model",
-        description="Simulate a synthetic job, or traces of lengths, in several orders "
-        "of its\nrequests. The simulated engine uses the true output lengths; the orders "
-        "use\nestimates learnt from a sample.",
-        epilog=_SIMULATE_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     _add_job(simulate)
     add_arguments(
@@ -166,7 +119,7 @@ def add_simulate(commands: Subparsers, run: Callable[..., int]) -> None:
     add_machine(simulate, hardware=DEFAULT_HARDWARE)
     add_choice(simulate)
     _add_output(simulate)
-    simulate.set_defaults(run=run, job=trace_job("1"))
+    simulate.set_defaults(job=trace_job("1"))
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
@@ -401,44 +354,15 @@ def duration(text: str) -> float:
     return seconds
 
 
-_DESCRIPTION = """\
-Measure what planning must know of this device: the seconds of steps of all sizes, and how
-much of a decode step the longest row decides (row_share). The engine starts in this process
-and runs batches of random prompts, for about two minutes.
-"""
-
-_EPILOG = """\
-Every other option is passed to SGLang unchanged, as in `sglang-batch run`: give those of
-the runs that are to be planned.
-
-Results are kept in the user's data directory ($XDG_DATA_HOME): timed steps for the model, the
-device and the way to run it, in timed_steps.json, and row_share for the device, the attention
-backend, the shape of the KV, the page size and --tp, in row_shares.json. Runs, servers, plan
-and simulate on that device use them from then on. Runs and servers add the steps of their
-own jobs.
-
-exit status:
-  0  costs or row_share were measured and kept
-  1  the engine failed, or nothing could be measured: nothing was kept
-  2  the model or an option cannot be used
-  130  interrupted
-
-example:
-  sglang-batch calibrate --model-path meta-llama/Llama-3.1-8B-Instruct --tp 2
-"""
-
-
 def add_calibrate(commands: Any, run: Callable[..., int]) -> None:
     """Add ``calibrate`` to the commands."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "calibrate",
+        run,
         usage="sglang-batch calibrate --model-path MODEL [--rows N] [--tokens N] "
         "[SGLang's server options]",
         help="measure on this device what planning must know of it",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_arguments(
         parser,
@@ -450,4 +374,3 @@ def add_calibrate(commands: Any, run: Callable[..., int]) -> None:
         rows={"type": whole(MIN_ROWS)},
         tokens={"type": count},
     )
-    parser.set_defaults(run=run)

@@ -35,23 +35,7 @@ SPECIAL_TOKENS = (
 SPECIAL_IDS = {token: 256 + i for i, token in enumerate(SPECIAL_TOKENS)}
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
-CHAT_TEMPLATE = """\
-{{- bos_token -}}
-{%- if tools -%}
-{{- '<|system|>' + (tools | tojson) + '<|end|>' -}}
-{%- endif -%}
-{%- for message in messages -%}
-{%- set role = 'system' if message.role == 'developer' else message.role -%}
-{%- if role not in ['system', 'user', 'assistant', 'tool'] -%}
-{{- raise_exception("unknown role '" ~ message.role ~ "'; use system, developer, \
-user, assistant or tool") -}}
-{%- endif -%}
-{{- '<|' + role + '|>' + (message.content or '') -}}
-{%- if message.tool_calls -%}{{- message.tool_calls | tojson -}}{%- endif -%}
-{{- '<|end|>' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
-"""
+CHAT_TEMPLATE = Path(__file__).with_name("demo_chat_template.jinja").read_text("utf-8")
 
 REAL_MODEL = "SmolLM2-135M-Instruct"
 """The model of :func:`write_real_model`."""

@@ -10,12 +10,36 @@ import math
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
+from importlib import resources
 from typing import Any
 
 # The names of an argument, its metavar and its help, which continues in indented lines.
 _ARGUMENT = re.compile(
     r"^((?:-\S+ )*-\S+|[^\s-]\S*)(?: (\S+))?  +(.+(?:\n +.+)*)", re.MULTILINE
 )
+
+
+def add_command(
+    commands: Any, name: str, run: Callable[..., int], **texts: str
+) -> argparse.ArgumentParser:
+    """Add a command whose ``--help`` has the text of ``help/NAME.txt``: the first paragraph
+    before the options, the others behind them.
+
+    Args:
+        texts: ``usage`` and ``help``. A ``description`` is instead of the file.
+    """
+    if "description" not in texts:
+        file = resources.files(__package__).joinpath("help", f"{name}.txt")
+        description, _, epilog = file.read_text("utf-8").partition("\n\n")
+        texts = {"description": description, "epilog": epilog, **texts}
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        **texts,
+    )
+    parser.set_defaults(run=run)
+    return parser
 
 
 def add_arguments(

@@ -12,72 +12,10 @@ from ..config import POLICY_HELP, add_setting, settings_help
 from ..errors import ConfigError
 from .backend_options import BACKENDS
 from .fleet_options import add_advanced_fleet, add_fleet
-from .option_types import add_arguments, count, enough
+from .option_types import add_arguments, add_command, count, enough
 
 if TYPE_CHECKING:
     from ..inputs.job_input import JobInput
-
-_DESCRIPTION = """\
-Answer JSONL files of OpenAI batch requests (or of `vllm run-batch`), or the rows of a
-table. The same command resumes a job that was interrupted.
-"""
-
-_EPILOG = """\
-Every other option is passed to SGLang unchanged, such as --model-path, which is required,
---tp and --served-model-name: see `sglang serve --help`.
-
-transformers:
-  With --backend transformers, these options alone are known: --model-path,
-  --tokenizer-path, --served-model-name, --trust-remote-code, --revision, --dtype,
-  --device, --context-length, --chat-template, --max-running-requests,
-  --max-total-tokens, --attn-implementation, --random-seed, --tool-call-parser,
-  --reasoning-parser, --is-embedding, --offline-batch-config.
-
-inputs:
-  FILE                   JSON lines, plain, gzip or zstd. With --template also Parquet,
-                         Arrow, CSV and TSV, or JSON lines with any keys
-  -                      standard input
-  s3://, gs://, hf://, http(s)://, ...
-                         downloaded once, before the job; a resumed job keeps its copy
-  hf-dataset:NAME[:CONFIG[:SPLIT]]
-                         a Hugging Face dataset, or a directory of `save_to_disk`;
-                         needs --template
-
-An output whose name ends in .csv, .tsv or .parquet is the table of the input with a column
-"answer", one for each key of the JSON schema in the template, and "error" if rows failed.
-Other outputs are JSON lines. Names that end in .gz or .zst are compressed. URLs are uploaded
-at the end, over http(s) by PUT.
-
-A template is the prompt of a request as plain text, in which {{column}} becomes the value
-as text, or its whole body as a JSON object, in which "{{column}}" takes the value with its
-JSON type. Missing values and NaN become null, or empty inside a longer string. Dates,
-decimals and all CSV values become text. Lines between {{#fields}} and {{/fields}} are a
-block: their order carries no meaning, and --optimize-fields chooses one for each row, so
-that more of the prompts is computed once.
-
-exit status:
-  0  every request was answered; with --skip-invalid, or refused as invalid; with
-     --enough, or given up
-  1  the engine, the disk or the network failed, or another run writes this output;
-     the same command resumes the job
-  2  the input, the model or an option cannot be used; nothing ran, and the same
-     command fails again
-  3  the job is complete, but some requests were answered with an error
-  130  interrupted; the same command resumes the job
-
-examples:
-  sglang-batch run -i requests.jsonl -o answers.jsonl \\
-      --model-path meta-llama/Llama-3.1-8B-Instruct --tp 2
-  sglang-batch run -i questions.parquet -o answers.jsonl.gz --id-column id \\
-      --template 'Answer in one word: {{question}}' \\
-      --model-path meta-llama/Llama-3.1-8B-Instruct
-  sglang-batch run -i products.csv -o labelled.csv --optimize-fields --template \\
-      '{"prompt": "A toy?\\n{{#fields}}Name: {{name}}\\nMaker: {{maker}}{{/fields}}"}' \\
-      --url /v1/completions --model-path meta-llama/Llama-3.1-8B
-  zcat day-*.jsonl.gz | sglang-batch run -i - -o s3://bucket/answers.jsonl.zst \\
-      --model-path meta-llama/Llama-3.1-8B-Instruct
-"""
-
 
 # Our settings with an option of their own.
 _SETTINGS = (
@@ -87,15 +25,13 @@ _SETTINGS = (
 
 
 def add_run(commands: Any, run: Callable[..., int]) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "run",
+        run,
         usage="sglang-batch run -i INPUT [INPUT ...] -o FILE --model-path MODEL "
         "[options] [SGLang's server options]",
         help="answer files of requests in one process, without a server",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_inputs(parser, required=True)
     add_arguments(
@@ -125,7 +61,6 @@ def add_run(commands: Any, run: Callable[..., int]) -> None:
     _add_backend(parser)
     add_fleet(parser)
     _add_advanced(parser)
-    parser.set_defaults(run=run)
 
 
 def _add_advanced(parser: argparse.ArgumentParser) -> None:
@@ -153,22 +88,15 @@ def _add_advanced(parser: argparse.ArgumentParser) -> None:
 
 
 def add_serve(commands: Any, serve: Callable[..., int]) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "serve",
+        serve,
         usage="sglang-batch serve [--backend NAME] --model-path MODEL [options of SGLang]"
         "\n       sglang-batch serve --workers URL,... [--workers-key KEY] [options]",
         help="start SGLang's server with the batch API",
-        description="Check the options, the model, the port and the directory of "
-        "batches, which takes a\nmoment, and start `sglang serve --offline-batch` with "
-        "these options. `sglang serve\n--help` lists them. With --backend transformers, "
-        "the options are those in\n`sglang-batch run --help` and --host, --port, "
-        "--offline-batch-dir,\n--offline-batch-config, --log-level, --enable-metrics, "
-        "--api-key, --admin-api-key and\n--ssl-*. With --workers, they are the latter "
-        "alone.",
         epilog="settings for --offline-batch-config, a JSON object such as "
         f"""'{{"batch_share": 0.8}}':\n{settings_help()}""",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     _add_backend(parser)
     add_arguments(
@@ -180,7 +108,7 @@ def add_serve(commands: Any, serve: Callable[..., int]) -> None:
 --workers-key KEY  admin key of the servers of --workers
 """,
     )
-    parser.set_defaults(run=serve, ray=None, engines=None, ray_resources=None)
+    parser.set_defaults(ray=None, engines=None, ray_resources=None)
 
 
 def _add_backend(parser: argparse.ArgumentParser) -> None:

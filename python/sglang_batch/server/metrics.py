@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import collections
 import json
+import tomllib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..batch_api import protocol as api
@@ -49,76 +52,13 @@ PAUSE_KINDS = {
 }
 OTHER = "other"
 
-_VALIDATION_BUCKETS_S = (1, 2, 5, 10, 30, 60, 300, 1800)
-_BATCH_BUCKETS_S = (10, 60, 300, 900, 3600, 10_800, 43_200, 86_400, 604_800)
 _NEW: Row = {
     **dict.fromkeys(("completed", "failed", *(f"{k}_tokens" for k in TOKEN_KINDS)), 0),
     "line_errors": None,
     "in_progress_at": None,
 }
-# Documentation and labels of each metric.
-_GAUGES = {
-    "batches": ("Batches in the store, by status.", "status"),
-    "batches_paused": ("Batches in progress that are paused, by reason.", "reason"),
-    "lines_left": ("Lines without a result, of batches that have not ended.",),
-    "queued_tokens": (
-        "Estimated tokens of the lines left, prompts and answers, without paused batches: "
-        "by the answers so far, before them a token for each 4 bytes of the input.",
-    ),
-    "eta_seconds": (
-        "Estimated time until the last of the running batches is done. 0 if none runs or "
-        "it is unknown.",
-    ),
-    "stored_bytes": (
-        "Bytes of all files, of parts of uploads and of unfinished results.",
-    ),
-    "webhooks_pending": ("Webhooks that are still to be delivered.",),
-}
-_COUNTERS = {
-    "batches_ended": ("Batches that ended, by status.", "status"),
-    "lines": (
-        "Lines that ended, by endpoint and outcome: completed, failed, or never run "
-        "because their batch expired, was cancelled or had enough answers.",
-        "endpoint",
-        "outcome",
-    ),
-    "line_errors": ("Lines whose result is an error, by its code.", "code"),
-    "line_retries": ("Lines sent again after a transient error.",),
-    "tokens": (
-        "Tokens of answered lines by kind. Input includes cached tokens, and output "
-        "includes reasoning tokens. The cache hit rate is cached divided by input.",
-        "kind",
-    ),
-    "webhook_attempts": (
-        "Attempts to send a webhook, by outcome: delivered or failed.",
-        "outcome",
-    ),
-    # Of each key, by its name and never by the key.
-    "key_batches": ("Batches created, by name of the key.", "key"),
-    "key_lines": ("Lines of batches created, by name of the key.", "key"),
-    "key_calls": ("Online calls, by name of the key.", "key"),
-    "key_tokens": (
-        "Tokens of lines and online calls, by name of the key and kind. Input includes "
-        "cached tokens.",
-        "key",
-        "kind",
-    ),
-    "key_merged_tokens": (
-        "Those of the tokens that were not computed, but are an equal line's.",
-        "key",
-    ),
-    "key_engine_seconds": (
-        "Seconds of the engine for finished lines, by name of the key.",
-        "key",
-    ),
-}
-_HISTOGRAMS = {
-    "validation_seconds": (
-        "Time from a batch's creation until its input was found valid.",
-        _VALIDATION_BUCKETS_S,
-    ),
-    "batch_seconds": ("Time from a batch's creation until it ended.", _BATCH_BUCKETS_S),
-}
+# Arguments of prometheus_client, by kind and name.
+METRICS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 class BatchMetrics:
@@ -137,24 +77,18 @@ class BatchMetrics:
         from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
         registry = REGISTRY if registry is None else registry
-        self._gauges = {
-            name: Gauge(
-                PREFIX + name,
-                text,
-                labels,
-                registry=registry,
-                multiprocess_mode="mostrecent",
-            )
-            for name, (text, *labels) in _GAUGES.items()
+        kinds: dict[str, Any] = {
+            "gauges": partial(Gauge, multiprocess_mode="mostrecent"),
+            "counters": Counter,
+            "histograms": Histogram,
         }
-        self._counters = {
-            name: Counter(PREFIX + name, text, labels, registry=registry)
-            for name, (text, *labels) in _COUNTERS.items()
-        }
-        self._histograms = {
-            name: Histogram(PREFIX + name, text, registry=registry, buckets=buckets)
-            for name, (text, buckets) in _HISTOGRAMS.items()
-        }
+        self._gauges, self._counters, self._histograms = (
+            {
+                name: make(PREFIX + name, registry=registry, **each)
+                for name, each in METRICS[kind].items()
+            }
+            for kind, make in kinds.items()
+        )
         self._usage = UsageMetrics(self._counters)
 
     async def sample(self) -> None:

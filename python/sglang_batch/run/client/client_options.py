@@ -16,7 +16,7 @@ from ...batch_api import protocol as api
 from ...config import add_setting
 from ...errors import ExitStatus
 from ...job.engine import MAX_TREE_NODES
-from ..option_types import add_arguments, enough, whole
+from ..option_types import add_arguments, add_command, enough, whole
 
 DEFAULT_URL = "http://127.0.0.1:30000"
 MAX_LIST = 10_000
@@ -130,13 +130,13 @@ def _command(
         module: has a function of this name, which takes the client and the options.
     """
     title = description.partition(".")[0]
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = add_command(
+        commands,
         name,
+        partial(_run, module, "list_" if name == "list" else name),
         help=title[0].lower() + title[1:],
         description=description,
         epilog=epilog + _ENVIRONMENT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     env = os.environ.get
     add_arguments(
@@ -149,8 +149,6 @@ def _command(
         url={"default": env("SGLANG_BATCH_URL") or DEFAULT_URL},
         api_key={"default": env("SGLANG_BATCH_API_KEY") or env("OPENAI_API_KEY")},
     )
-    function = "list_" if name == "list" else name
-    parser.set_defaults(run=partial(_run, module, function))
     return parser
 
 

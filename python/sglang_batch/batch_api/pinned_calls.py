@@ -12,6 +12,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -25,34 +26,31 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
+@dataclass(eq=False)
 class PinnedBackend(httpcore.AsyncNetworkBackend):
     """Connects to addresses that ``may_connect`` takes.
 
     ``refusal`` is the ValueError of a host without one. ``lookups`` looks names up.
     """
 
-    def __init__(
-        self,
-        may_connect: Callable[[Address], bool],
-        refusal: str,
-        lookups: Executor | None = None,
-    ) -> None:
-        self._may_connect = may_connect
-        self._refusal = refusal
-        self._lookups = lookups
+    may_connect: Callable[[Address], bool]
+    refusal: str
+    lookups: Executor | None = None
+
+    def __post_init__(self) -> None:
         self._backend = httpcore.AnyIOBackend()
 
     async def connect_tcp(
         self, host: str, port: int, *args: Any, **kwargs: Any
     ) -> httpcore.AsyncNetworkStream:
         found = await asyncio.get_running_loop().run_in_executor(
-            self._lookups,
+            self.lookups,
             lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM),
         )
         addresses = [ipaddress.ip_address(str(each[4][0])) for each in found]
-        good = [address for address in addresses if self._may_connect(address)]
+        good = [address for address in addresses if self.may_connect(address)]
         if not good:
-            raise ValueError(self._refusal)
+            raise ValueError(self.refusal)
         failure: Exception | None = None
         for address in dict.fromkeys(good):
             try:

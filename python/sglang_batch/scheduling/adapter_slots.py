@@ -13,6 +13,7 @@ the slot.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 
 from ..planner.requests import ONLINE
 from .job_state import JobState
@@ -23,6 +24,7 @@ Adapter = str | None
 """The engine's id of an adapter. None is the model alone, which takes a slot, too."""
 
 
+@dataclass(eq=False)
 class AdapterSlots:
     """The adapters whose requests may join.
 
@@ -34,17 +36,12 @@ class AdapterSlots:
             knowing that others will be needed again.
     """
 
-    def __init__(
-        self,
-        jobs: OpenJobs,
-        fit: Callable[[set[Adapter]], bool],
-        in_use: Callable[[], Iterable[ScheduledRequest]],
-        make_room: Callable[[Collection[Adapter]], None],
-    ) -> None:
-        self._jobs = jobs
-        self._fit = fit
-        self._in_use = in_use
-        self._make_room = make_room
+    jobs: OpenJobs
+    fit: Callable[[set[Adapter]], bool]
+    in_use: Callable[[], Iterable[ScheduledRequest]]
+    make_room: Callable[[Collection[Adapter]], None]
+
+    def __post_init__(self) -> None:
         self._held: dict[
             Adapter, None
         ] = {}  # in the order in which they got their slots
@@ -80,7 +77,7 @@ class AdapterSlots:
         """Give slots that have become free to adapters that requests wait for."""
         self._looked = False
         online, self._online = self._online, []
-        waiting = [job for job in self._jobs.in_order() if job.num_without_adapter]
+        waiting = [job for job in self.jobs.in_order() if job.num_without_adapter]
         waiting.sort(key=lambda job: (-job.priority, self._holds(job) > 0))
         if not waiting and not online:
             self._drained.clear()
@@ -105,18 +102,18 @@ class AdapterSlots:
     def _hold(self, adapter: Adapter) -> None:
         if adapter not in self._held:
             self._held[adapter] = None
-            self._make_room(self._held)
+            self.make_room(self._held)
 
     def _fits(self, adapter: Adapter) -> bool:
-        return self._fit({*self._held, adapter})
+        return self.fit({*self._held, adapter})
 
     def _look(self) -> None:
         if self._looked:
             return
         self._looked = True
-        in_use = list(self._in_use())
+        in_use = list(self.in_use())
         needed: set[Adapter] = {each.adapter for each in in_use if each.side == ONLINE}
-        for job in self._jobs.each:
+        for job in self.jobs.each:
             needed.update(job.adapters)
         running = {each.adapter for each in in_use}
         self._held = {
@@ -133,13 +130,13 @@ class AdapterSlots:
         if self._drained or not adapters:
             return
         count = dict.fromkeys(adapters, 0)
-        for request in self._in_use():
+        for request in self.in_use():
             if request.adapter in count:
                 count[request.adapter] += 1
         self._drained.append(min(adapters, key=count.__getitem__))
 
     def _spared_for_online(self) -> list[Adapter]:
-        online = {each.adapter for each in self._in_use() if each.side == ONLINE}
+        online = {each.adapter for each in self.in_use() if each.side == ONLINE}
         return [adapter for adapter in self._held if adapter not in online]
 
     def _spared_for(self, job: JobState) -> list[Adapter]:
@@ -155,7 +152,7 @@ class AdapterSlots:
                     and other.priority == job.priority
                     and self._holds(other) > 1
                 )
-                for other in self._jobs.each
+                for other in self.jobs.each
                 if adapter in other.adapters
             )
         ]

@@ -222,6 +222,7 @@ class BackloggedTokens(NamedTuple):
     num_matched_prefix_tokens: int = 0
 
 
+@dataclass(eq=False)
 class WaitingView:
     """SGLang's waiting queue followed by the backlog of all jobs.
 
@@ -229,16 +230,13 @@ class WaitingView:
     hundred thousand requests than with ten.
     """
 
-    def __init__(
-        self, queue: Sequence[object], jobs: OpenJobs, num_offloaded: int
-    ) -> None:
-        self._queue = queue
-        self._jobs = jobs
-        self._num_offloaded = num_offloaded
+    queue: Sequence[object]
+    jobs: OpenJobs
+    num_offloaded: int
 
     def __len__(self) -> int:
-        return len(self._queue) + self._jobs.num_waiting + self._num_offloaded
+        return len(self.queue) + self.jobs.num_waiting + self.num_offloaded
 
     def __iter__(self) -> Iterator[object]:
-        yield from self._queue
-        yield BackloggedTokens(self._jobs.waiting_tokens)
+        yield from self.queue
+        yield BackloggedTokens(self.jobs.waiting_tokens)

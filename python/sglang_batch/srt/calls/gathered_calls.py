@@ -77,19 +77,16 @@ class _Call:
     sent: bool = False
 
 
+@dataclass(eq=False)
 class _Gathering:
     """The open job of one tokenizer manager. send: SGLang's method for a message."""
 
-    def __init__(
-        self,
-        manager: Any,
-        send: Callable[[Any, Message], Awaitable[None]],
-        config: OfflineBatchConfig,
-    ) -> None:
-        self._manager = manager
-        self._send = send
-        self._config = config
-        self._wait_s = config.gather_s or 0.0
+    manager: Any
+    send: Callable[[Any, Message], Awaitable[None]]
+    config: OfflineBatchConfig
+
+    def __post_init__(self) -> None:
+        self._wait_s = self.config.gather_s or 0.0
         self._numbers = itertools.count()
         self._roots = RootTokens()
         # Calls without an answer, by number, and the last ones with an answer, whose
@@ -110,7 +107,7 @@ class _Gathering:
         if shared is not None and shared < len(tokens):
             tokens[shared] = unshared_token(number)
         self._active[number] = _Call(message.rid, tokens, *items.output_limits(message))
-        items.unsent_messages(self._manager)[message.rid] = message
+        items.unsent_messages(self.manager)[message.rid] = message
         self._arrived.set()
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._run())
@@ -133,13 +130,13 @@ class _Gathering:
             self._arrived.clear()
             await self._send_group(job_id)
         try:
-            await (await engine_of(self._manager)).close_job(job_id)
+            await (await engine_of(self.manager)).close_job(job_id)
         except Exception:  # calls that came meanwhile must be sent nevertheless
             logger.exception("Job %s of gathered calls was not closed", job_id)
 
     def _forget_answered(self) -> bool:
         """Whether calls are left once those with an answer are forgotten."""
-        known = self._manager.rid_to_state
+        known = self.manager.rid_to_state
         over = [n for n, call in self._active.items() if call.rid not in known]
         for number in over:
             call = self._active.pop(number)
@@ -156,16 +153,16 @@ class _Gathering:
             await self._open(job_id, new)
         except Exception:
             logger.exception("%d calls could not be planned", len(new))
-        unsent = items.unsent_messages(self._manager)
+        unsent = items.unsent_messages(self.manager)
         for number, message in new.items():
             waits = unsent.pop(message.rid, None) is not None
-            if waits and message.rid in self._manager.rid_to_state:  # not given up
+            if waits and message.rid in self.manager.rid_to_state:  # not given up
                 self._active[number].sent = True
-                send = partial(self._send, self._manager)
-                await items.send_or_refuse(self._manager, message, send)
+                send = partial(self.send, self.manager)
+                await items.send_or_refuse(self.manager, message, send)
 
     async def _open(self, job_id: str, new: dict[int, Message]) -> None:
-        engine = await engine_of(self._manager)
+        engine = await engine_of(self.manager)
         if not self._forget_answered():  # all were given up
             return
         calls = self._answered | self._active
@@ -185,7 +182,7 @@ class _Gathering:
                 np.int32,
             ),
         )
-        config = replace(self._config, policy=POLICY)
+        config = replace(self.config, policy=POLICY)
         planner = JobPlanner(requests, np.array(list(calls)), engine.machine, config)
         plans = [shard.for_scheduler(engine.machine) for shard in planner.plans()]
         return [_for_calls(plan, self._active) for plan in plans]

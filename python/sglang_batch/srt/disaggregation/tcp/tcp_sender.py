@@ -15,10 +15,7 @@ from typing import Any
 
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import (
-    AbortNotification,
-    CommonKVSender,
-)
+from sglang.srt.disaggregation.common.conn import AbortNotification, CommonKVSender
 
 from . import frames
 from .frames import Done, Hello, Pages, Registration, RoomOpened
@@ -46,6 +43,7 @@ class Chunk:
     after: tuple[Any, ...] = ()
 
 
+@dataclass(eq=False)
 class Link:
     """Sends KV to one decode rank, in the order in which it is given.
 
@@ -53,16 +51,12 @@ class Link:
     manager: has the buffers and the requests, and is told once when the connection ends.
     """
 
-    def __init__(
-        self,
-        address: tuple[str, int],
-        hello: Hello,
-        manager: TcpPrefillManager,
-    ) -> None:
-        self._address = address
-        self._hello = hello
-        self._manager = manager
-        self._kv = manager.kv
+    address: tuple[str, int]
+    hello: Hello
+    manager: TcpPrefillManager
+
+    def __post_init__(self) -> None:
+        self._kv = self.manager.kv
         self._chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         self._connection: socket.socket | None = None
         self._lock = threading.Lock()
@@ -80,38 +74,38 @@ class Link:
 
     def _run(self) -> None:
         try:
-            connection = socket.create_connection(self._address, timeout=CONNECT_S)
+            connection = socket.create_connection(self.address, timeout=CONNECT_S)
             frames.prepare_socket(connection)
             self._connection = connection
             if self.is_lost:  # closed meanwhile
                 connection.close()
                 return
-            frames.send_frame(connection, self._hello)
+            frames.send_frame(connection, self.hello)
             threading.Thread(target=self._watch, name="kv-watch", daemon=True).start()
             while (chunk := self._chunks.get()) is not None:
                 self._send(connection, chunk)
         except OSError as error:
             self._lose(str(error))
         except Exception as error:
-            logger.exception("KV could not be sent to %s:%d", *self._address)
+            logger.exception("KV could not be sent to %s:%d", *self.address)
             self._lose(repr(error))
 
     def _send(self, connection: socket.socket, chunk: Chunk) -> None:
         for event in chunk.after:
             event.synchronize()
         for first, rows in self._parts(chunk):
-            if not self._manager.is_live(chunk.room):
+            if not self.manager.is_live(chunk.room):
                 return
             pages = Pages(chunk.room, first, len(rows))
             self.sent_bytes += frames.send_frame(connection, pages, self._kv.read(rows))
         # The pages of a request that was given up may belong to another one by now, so
         # it must not end as if they were right.
-        if chunk.aux_row is None or not self._manager.is_live(chunk.room):
+        if chunk.aux_row is None or not self.manager.is_live(chunk.room):
             return
-        done = Done(chunk.room, chunk.first + len(chunk.rows), self._manager.rank)
-        aux = self._manager.aux.read(np.array([chunk.aux_row]))
+        done = Done(chunk.room, chunk.first + len(chunk.rows), self.manager.rank)
+        aux = self.manager.aux.read(np.array([chunk.aux_row]))
         frames.send_frame(connection, done, aux)
-        self._manager.sent(chunk.room)
+        self.manager.sent(chunk.room)
 
     def _parts(self, chunk: Chunk) -> Iterator[tuple[int, Indices]]:
         most = max(
@@ -143,7 +137,7 @@ class Link:
             with suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
-        self._manager.lost(self, reason)
+        self.manager.lost(self, reason)
 
 
 # Rooms that the decode side gave up before their request came, which are remembered.

@@ -83,8 +83,7 @@ POLICY_TABLE = {
         by_length=True,
     ),
     "length-tree": Policy(
-        "AlignedServe's batches of similar KV length, from a quad-tree",
-        by_length=True,
+        "AlignedServe's batches of similar KV length, from a quad-tree", by_length=True
     ),
     "random": Policy("shuffled with the seed"),
     "fcfs": Policy("order of the input", uses_prompts=False),

@@ -91,8 +91,7 @@ def requests_of(body: Any) -> list[MessageBatchRequest]:
         raise ApiError(400, f"The body is not a list of requests: {error}") from None
     if not 1 <= len(requests) <= MAX_REQUESTS:
         raise ApiError(
-            400,
-            f"requests: {len(requests)} requests; a batch has 1 to {MAX_REQUESTS}.",
+            400, f"requests: {len(requests)} requests; a batch has 1 to {MAX_REQUESTS}."
         )
     _check_requests(requests)
     return requests

@@ -544,9 +544,7 @@ def _without(rows: Sequence[Row], indices: Collection[int]) -> list[Row]:
 
 
 def _least_moved(
-    rows: Sequence[Row],
-    movable: Sequence[int],
-    fits: Callable[[list[Row]], bool],
+    rows: Sequence[Row], movable: Sequence[int], fits: Callable[[list[Row]], bool]
 ) -> list[int] | None:
     """Indices of ``movable`` rows without which the others fit, or None.
 

@@ -113,10 +113,7 @@ class Prefill:
         self._path, self._path_kv = list(prefix), row_of(cache, 0, len(prefix))
 
     def _companions(
-        self,
-        todo: Sequence[DenseRequest],
-        shared: int,
-        following: DenseRequest | None,
+        self, todo: Sequence[DenseRequest], shared: int, following: DenseRequest | None
     ) -> list[DenseRequest]:
         """The requests behind the first that need no more of the path."""
         found: list[DenseRequest] = []

@@ -231,8 +231,7 @@ def _change(logits: Any, samplers: Sequence[RowSampler], mask: Any) -> bool:
 
 
 def _gathered(
-    logits: Any,
-    of_rows: Sequence[Changes | None],
+    logits: Any, of_rows: Sequence[Changes | None]
 ) -> tuple[Any, Any, Any] | None:
     """Row, token id and value of each entry, on the device of the logits."""
     found = [(row, *entry) for row, entry in enumerate(of_rows) if entry is not None]

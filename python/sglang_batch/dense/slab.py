@@ -256,10 +256,7 @@ class Slab:
         return new
 
     def _slide(
-        self,
-        layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        begin: int,
-        to: int,
+        self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], begin: int, to: int
     ) -> None:
         """Move the columns in use within tensors, a row at a time: memory is short."""
         width = self.width

@@ -81,9 +81,7 @@ def restored(
     """The line of :meth:`FleetLine.stored`, with the id ``rid`` from now on."""
     ids = ids_to_bytes(list(input_ids))
     return FleetLine(
-        request,
-        rid,
-        msgspec.structs.replace(_decode(stored), rid=rid, input_ids=ids),
+        request, rid, msgspec.structs.replace(_decode(stored), rid=rid, input_ids=ids)
     )
 
 

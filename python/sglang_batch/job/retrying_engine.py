@@ -67,10 +67,7 @@ class RetryingEngine(ForwardingEngine):
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        config: OfflineBatchConfig,
-        account: Account | None = None,
+        self, engine: Engine, config: OfflineBatchConfig, account: Account | None = None
     ) -> None:
         super().__init__(engine)
         self._config = config

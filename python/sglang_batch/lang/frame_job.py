@@ -280,11 +280,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def _submit(
-    server: str,
-    api_key: str | None,
-    inputs: JobInput,
-    place: Path,
-    results: Path,
+    server: str, api_key: str | None, inputs: JobInput, place: Path, results: Path
 ) -> None:
     """Run a batch on a server."""
     from ..run.client.batch_client import BatchClient

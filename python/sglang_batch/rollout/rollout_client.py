@@ -81,10 +81,7 @@ class RolloutClient:
     """
 
     def __init__(
-        self,
-        url: str,
-        api_key: str | None = None,
-        history: LengthHistory | None = None,
+        self, url: str, api_key: str | None = None, history: LengthHistory | None = None
     ) -> None:
         self.url = url.rstrip("/")
         self.history = history

@@ -470,10 +470,7 @@ class Suspects:
 
 
 def check_input(
-    store: BatchStore,
-    row: Row,
-    models: tuple[str, ...],
-    max_requests: int | None,
+    store: BatchStore, row: Row, models: tuple[str, ...], max_requests: int | None
 ) -> BatchFile | FileErrors:
     """Copy and validate the file that a batch names.
 

@@ -101,10 +101,7 @@ def _end_others(job_id: str, prefix: str) -> None:
 
 @contextmanager
 def ray_engine(
-    fleet: RayFleet,
-    head: HeadState,
-    start: StartEngine,
-    model: str,
+    fleet: RayFleet, head: HeadState, start: StartEngine, model: str
 ) -> Iterator[tuple[FleetEngine, asyncio.AbstractEventLoop]]:
     """The engines of a job on a Ray cluster, and the event loop for calls to them.
 

@@ -121,9 +121,7 @@ def steady_state(
     # Each step computes the prompts of as many requests as end.
     per_row = 1.0 + mix.computed / steps
     rows = min(
-        kv_tokens / max(mix.held, 1.0),
-        max_rows,
-        step_tokens * parallel.pp / per_row,
+        kv_tokens / max(mix.held, 1.0), max_rows, step_tokens * parallel.pp / per_row
     )
     rows = max(rows, 1.0)
     batch = rows / parallel.pp

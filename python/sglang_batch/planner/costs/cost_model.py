@@ -263,10 +263,7 @@ class CostModel:
         return (p + d) * self.token_time_s + p * p * self.attention_time_s
 
     def memory_time_s(
-        self,
-        input_len: Values,
-        output_len: Values,
-        output_len_sq: Values | None = None,
+        self, input_len: Values, output_len: Values, output_len_sq: Values | None = None
     ) -> Floats:
         """Mem(r): time to read KV while requests generate, in seconds.
 
@@ -361,10 +358,7 @@ def _overlapped_each(compute: Floats, memory: Floats, k: float, out: Floats) -> 
 
 
 def kv_capacity_tokens(
-    model: ModelSpec,
-    hardware: HardwareSpec,
-    tp: int = 1,
-    mem_fraction: float = 0.9,
+    model: ModelSpec, hardware: HardwareSpec, tp: int = 1, mem_fraction: float = 0.9
 ) -> int:
     """Tokens of KV that fit on ``tp`` devices together with the weights.
 

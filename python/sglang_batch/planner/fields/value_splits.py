@@ -235,12 +235,7 @@ def _candidates(edge: Int32s, work: Scratch) -> Int32s:
 
 
 @jit
-def _add_below(
-    edge: Int32s,
-    left: Bools,
-    could: Floats,
-    work: Scratch,
-) -> None:
+def _add_below(edge: Int32s, left: Bools, could: Floats, work: Scratch) -> None:
     """Add the most that other fields save within its groups to the savings of each field."""
     m, n = edge.shape
     ends = np.empty(n + 1, np.int32)
@@ -305,11 +300,7 @@ def _chain(
 
 @jit
 def _chain_saves(
-    edge: Int32s,
-    chain: Int32s,
-    rows: Int32s,
-    ends: Int32s,
-    work: Scratch,
+    edge: Int32s, chain: Int32s, rows: Int32s, ends: Int32s, work: Scratch
 ) -> Int64s:
     """The savings of each group, int64 ``[groups]``, if its rows list the fields of a
     chain. Its rows are sorted by the first field up to ``ends``, and are changed."""

@@ -33,15 +33,7 @@ import numpy as np
 from ...errors import InputError
 from ..compiled import jit
 from ..prefixes.prefix_tree import PrefixTree
-from ..requests import (
-    UNKNOWN,
-    Bools,
-    Floats,
-    Int32s,
-    Int64s,
-    PlanRequests,
-    sums_before,
-)
+from ..requests import UNKNOWN, Bools, Floats, Int32s, Int64s, PlanRequests, sums_before
 
 
 def completed(

@@ -25,11 +25,7 @@ _MOST_LARGER = 1.5
 
 
 def choose_sample(
-    tree: PrefixTree,
-    requests: PlanRequests,
-    *,
-    share: float = 0.01,
-    seed: int,
+    tree: PrefixTree, requests: PlanRequests, *, share: float = 0.01, seed: int
 ) -> Int64s:
     """Requests of unknown output length to run first, int64 indices in DFS order.
 

@@ -26,12 +26,7 @@ from ...job.engine import GENERATE_URL, Engine
 from ...job.job import Job, until_stopped
 from ...planner.costs.cost_model import tokens_read
 from ...planner.costs.step_law import StepLaw
-from ...request import (
-    BatchRequestInput,
-    RequestOutput,
-    named_job_id,
-    random_prompts,
-)
+from ...request import BatchRequestInput, RequestOutput, named_job_id, random_prompts
 from ...run.backend_options import known_arguments
 from ...run.engine_log import EngineLog, end_process
 from ...run.model_place import check_model
@@ -280,11 +275,7 @@ class _Calibration:
             return await until_stopped(work, stop)
 
     async def _measure(
-        self,
-        timer: DecodeTimer,
-        key: RowShareKey,
-        sizes: Sizes,
-        mixed: Sequence[Mix],
+        self, timer: DecodeTimer, key: RowShareKey, sizes: Sizes, mixed: Sequence[Mix]
     ) -> Measurement:
         batches = shapes(sizes)
         self._display.say(

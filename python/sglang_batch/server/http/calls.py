@@ -159,9 +159,7 @@ RETRY_WITHIN_S = 8
 class OurRoute(APIRoute):
     """A route with the errors of the API to which its path belongs."""
 
-    def get_route_handler(
-        self,
-    ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handle_with_our_errors(request: Request) -> Response:

@@ -166,9 +166,7 @@ MAX_PAGE = 1000
 JSONL = "application/x-jsonl"  # Anthropic's
 
 router = APIRouter(
-    route_class=OurRoute,
-    responses=docs.ANTHROPIC_ERRORS,
-    tags=["Message batches"],
+    route_class=OurRoute, responses=docs.ANTHROPIC_ERRORS, tags=["Message batches"]
 )
 
 

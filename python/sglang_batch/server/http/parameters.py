@@ -431,10 +431,7 @@ class Form:
 
 @asynccontextmanager
 async def received_form(
-    request: Request,
-    key: str,
-    max_bytes: int | None = None,
-    may_be_text: bool = False,
+    request: Request, key: str, max_bytes: int | None = None, may_be_text: bool = False
 ) -> AsyncIterator[Form]:
     """Receive the form of a request.
 

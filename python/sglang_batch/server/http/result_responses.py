@@ -164,10 +164,7 @@ class _LinesResponse(StreamingResponse):
     """Streams lines of files, and closes them at the end or when the client leaves."""
 
     def __init__(
-        self,
-        lines: Iterable[bytes],
-        files: Iterable[BinaryIO],
-        headers: dict[str, str],
+        self, lines: Iterable[bytes], files: Iterable[BinaryIO], headers: dict[str, str]
     ) -> None:
         super().__init__(in_blocks(lines), media_type=JSONL, headers=headers)
         self._files = files

@@ -270,9 +270,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def loaded_engine(
-    server_args: OfflineArgs,
-    model: ModelOptions,
-    settings: DenseSettings,
+    server_args: OfflineArgs, model: ModelOptions, settings: DenseSettings
 ) -> Iterator[DenseEngine]:
     """Load the model, and yield the engine, for the event loop that connects it.
 
@@ -312,9 +310,7 @@ def loaded_engine(
 
 @contextmanager
 def engine(
-    server_args: OfflineArgs,
-    model: ModelOptions,
-    settings: DenseSettings,
+    server_args: OfflineArgs, model: ModelOptions, settings: DenseSettings
 ) -> Iterator[tuple[DenseEngine, asyncio.AbstractEventLoop]]:
     """As :func:`loaded_engine`, with an event loop for calls to the engine."""
     # It ends the tasks that still run, such as the manager's own loop.

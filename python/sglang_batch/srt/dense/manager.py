@@ -43,12 +43,7 @@ from ..compat.server_types import OfflineArgs
 from ..engine.request_ids import has_our_id
 from ..engine.serving_call import SPENT
 from ..scheduler.answer_ends import trim_matched_stop
-from .conversion import (
-    dense_request,
-    embedding_output,
-    embedding_request,
-    token_output,
-)
+from .conversion import dense_request, embedding_output, embedding_request, token_output
 
 logger = logging.getLogger(__name__)
 

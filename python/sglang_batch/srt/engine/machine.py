@@ -172,10 +172,7 @@ def _kv_dtype(manager: TokenizerManager, state: SchedulerState) -> str:
 
 
 def model_spec(
-    hf_config: Any,
-    *,
-    kv_dtype: str | None = None,
-    quantization: str | None = None,
+    hf_config: Any, *, kv_dtype: str | None = None, quantization: str | None = None
 ) -> ModelSpec:
     """The model's size by :meth:`ModelSpec.from_hf_config`, or a typical one."""
     config = hf_config.to_dict()

@@ -13,9 +13,7 @@ from contextlib import contextmanager
 from types import coroutine
 from typing import Any
 
-from sglang.srt.managers.tokenizer_manager_score_mixin import (
-    TokenizerManagerScoreMixin,
-)
+from sglang.srt.managers.tokenizer_manager_score_mixin import TokenizerManagerScoreMixin
 
 from ...batch_api.stop_rules import StopRules
 from ..compat.server_types import EngineAnswer, EngineRequest

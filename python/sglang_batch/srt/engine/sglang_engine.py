@@ -101,9 +101,7 @@ class SGLangEngine:
     replica_changes: ReplicaChanges | None = None
 
     def __init__(
-        self,
-        manager: TokenizerManager,
-        template_manager: TemplateManager | None,
+        self, manager: TokenizerManager, template_manager: TemplateManager | None
     ) -> None:
         self.manager = manager
         holding = HoldingManager(manager)

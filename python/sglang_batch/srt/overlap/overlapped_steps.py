@@ -119,11 +119,7 @@ class OverlappedSteps:
         return output
 
     def split_forward(
-        self,
-        stock: StockForward,
-        batch: ForwardBatch,
-        rows: int,
-        sm_share: int | None,
+        self, stock: StockForward, batch: ForwardBatch, rows: int, sm_share: int | None
     ) -> ModelRunnerOutput:
         """The output of a mixed batch from two forwards at the same time.
 

@@ -53,10 +53,7 @@ class FinishedByRule(BaseFinishReason):  # type: ignore[misc]
 
 
 def watch_request(
-    req: Req,
-    tokenizer: Any,
-    model_config: ModelConfig,
-    on_cut: Callable[[str], None],
+    req: Req, tokenizer: Any, model_config: ModelConfig, on_cut: Callable[[str], None]
 ) -> None:
     """Have a request end by its stop rules, if it has any.
 

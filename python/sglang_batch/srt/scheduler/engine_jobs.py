@@ -15,11 +15,7 @@ from ...scheduling.adapter_slots import AdapterSlots
 from ...scheduling.backlog import Backlog, BacklogMaker
 from ...scheduling.job_plan import JobPlan
 from ...scheduling.job_state import JobState
-from ...scheduling.kv_accounting import (
-    KvAccounting,
-    MicroBatches,
-    TokenClock,
-)
+from ...scheduling.kv_accounting import KvAccounting, MicroBatches, TokenClock
 from ...scheduling.open_jobs import CommonPrefixes, OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import Req, ScheduleBatch, Scheduler

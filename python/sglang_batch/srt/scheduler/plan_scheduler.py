@@ -30,12 +30,7 @@ from ...scheduling.job_state import JobState
 from ...scheduling.next_step import Choice, EngineNow, Filling, always, choose, put_back
 from ...scheduling.scheduled_request import ScheduledRequest
 from ...scheduling.step_record import Admission
-from ..compat.scheduler_types import (
-    BuildPrefill,
-    Req,
-    ScheduleBatch,
-    Scheduler,
-)
+from ..compat.scheduler_types import BuildPrefill, Req, ScheduleBatch, Scheduler
 from ..engine.media import num_placeholders
 from .engine_jobs import EngineJobs, SchedulerPart
 from .kv.kv_manager import KvManager

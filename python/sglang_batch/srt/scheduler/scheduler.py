@@ -25,9 +25,7 @@ from sglang.srt.managers.scheduler import NextBatchPlan, _make_abort_req
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
     SchedulerBatchResultProcessor,
 )
-from sglang.srt.managers.scheduler_components.load_inquirer import (
-    SchedulerLoadInquirer,
-)
+from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoadInquirer
 from sglang.srt.runtime_context import get_parallel
 
 from ...job.engine import KvUse
@@ -53,10 +51,7 @@ from ..compat.job_control import (
     TreeQuery,
     TreeQueryOutput,
 )
-from ..compat.scheduler_types import (
-    Req,
-    ScheduleBatch,
-)
+from ..compat.scheduler_types import Req, ScheduleBatch
 from ..compat.support import found_limits
 from ..compat.tiers import ModelTier, Tier, model_tier
 from .engine_jobs import EngineJobs, draft_slots, leave_room_for_drafts

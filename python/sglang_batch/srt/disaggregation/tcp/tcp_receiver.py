@@ -23,10 +23,7 @@ import httpx
 import msgspec
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
-from sglang.srt.disaggregation.common.conn import (
-    CommonKVReceiver,
-    PrefillServerInfo,
-)
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver, PrefillServerInfo
 
 from ..prefill_calls import CALL_PATH, PrefillCall, authorization
 from . import frames

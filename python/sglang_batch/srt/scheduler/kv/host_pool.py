@@ -431,10 +431,7 @@ def chosen_bytes(scheduler: Scheduler) -> int | None:
 
 
 def num_pages_of(
-    scheduler: Scheduler,
-    page_bytes: int,
-    num_slots: int,
-    pool_bytes: int | None,
+    scheduler: Scheduler, page_bytes: int, num_slots: int, pool_bytes: int | None
 ) -> int:
     """Pages of the host pool, the same on all TP ranks.
 

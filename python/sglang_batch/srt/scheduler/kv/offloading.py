@@ -42,19 +42,8 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from ...compat.scheduler_types import (
-    Req,
-    ScheduleBatch,
-    Scheduler,
-)
-from .host_pool import (
-    HostPool,
-    HostRoom,
-    Run,
-    chosen_bytes,
-    kv_buffers,
-    num_pages_of,
-)
+from ...compat.scheduler_types import Req, ScheduleBatch, Scheduler
+from .host_pool import HostPool, HostRoom, Run, chosen_bytes, kv_buffers, num_pages_of
 from .token_counts import count_again, counts_tokens
 
 

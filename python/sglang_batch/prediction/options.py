@@ -19,6 +19,7 @@ from ..run.option_types import (
     count,
     exponent,
     number,
+    options_text,
     positive,
     positive_share,
     share,
@@ -60,13 +61,7 @@ def add_plan(commands: Subparsers, run: Callable[..., int]) -> None:
     add_setting(plan, "policy", f"Default: {AUTO}. {POLICY_HELP}", default=AUTO)
     add_arguments(
         plan,
-        """
---all                        print the job, the machine, the bounds and each order, too
---compare POLICY             further orders to predict
---default-output-len TOKENS  mean length of answers of unknown length (default: the least of a
-                             third of the mean limit, the mean of the known lengths, and 256)
---steps FILE                 steps of a run, a .csv file that a server logged
-""",
+        options_text("plan"),
         compare={"nargs": "+", "choices": ORDERS, "default": ()},
         default_output_len={"type": count},
         steps={"type": Path},
@@ -90,13 +85,7 @@ def add_simulate(commands: Subparsers, run: Callable[..., int]) -> None:
     _add_job(simulate)
     add_arguments(
         simulate,
-        f"""
---sample-share SHARE  share of the requests from whose output lengths the estimates are learnt,
-                      as if they had run first; 0 for none (default: 0.01)
---policies POLICY     orders to simulate (default: all: {", ".join(ORDERS)})
---model MODEL         model (default: llama-3.1-8b)
---model-path PATH     config.json of another model, or its directory
-""",
+        options_text("simulate", orders=", ".join(ORDERS)),
         sample_share={"type": share, "default": 0.01},
         policies={"nargs": "+", "choices": ORDERS, "default": ORDERS},
         model={"default": "llama-3.1-8b", "choices": tuple(MODELS), "metavar": None},
@@ -127,22 +116,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     job = group.add_mutually_exclusive_group()
     add_arguments(
         job,
-        """
---trace {1,2,3,4}                       one of BlendServe's four traces: compute density 1.4,
-                                        0.9, 1.4, 0.9 and prefix sharing ratio 0.35, 0.35, 0.05,
-                                        0.05 (default: 1)
---blend DENSITY,SHARING                 mix of BurstGPT, OpenVid and MMLU requests with this
-                                        compute density and prefix sharing ratio
---groups PREFIX,DISTINCT,DEGREE,OUTPUT  groups of DEGREE requests that share PREFIX prompt
-                                        tokens; each has DISTINCT prompt tokens of its own and
-                                        generates OUTPUT tokens
---industry                              queries on documents, like BatchLLM's industry workload
---lengths FILE                          traces of lengths, shuffled into one job: csv with
-                                        ContextTokens and GeneratedTokens (Azure) or
-                                        num_prefill_tokens and num_decode_tokens (Vidur), or
-                                        JSON lines with input_length, output_length and hash_ids
-                                        (Mooncake)
-""",
+        options_text("job"),
         trace={"type": trace_job, "dest": "job"},
         blend={"type": blend_job, "dest": "job"},
         groups={"type": groups_job, "dest": "job"},
@@ -156,15 +130,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     add_setting(group, "seed", "Default: 0", default=0, metavar="N")
-    add_arguments(
-        group,
-        """
---json       print JSON instead of tables
---plot FILE  also draw a .png figure: the time and the cache hits of each order, and how busy
-             the device is; or the steps of --steps
-""",
-        plot={"type": Path},
-    )
+    add_arguments(group, options_text("report"), plot={"type": Path})
 
 
 # The options that describe a machine, for ``plan`` and ``simulate``.
@@ -183,12 +149,7 @@ def add_machine(parser: argparse.ArgumentParser, *, hardware: str) -> None:
     group = parser.add_argument_group("machine")
     add_arguments(
         group,
-        f"""
---hardware NAME     device, such as a100-sxm-80gb, h100-sxm or cpu, with --choose several of
-                    them, such as 8xh200-sxm (default: {hardware})
---compute-tflops X  measured 16-bit TFLOP/s of the device (default: its datasheet's)
---bandwidth-tbs Y   measured memory bandwidth in TB/s (default: its datasheet's)
-""",
+        options_text("device", hardware=hardware),
         compute_tflops={"type": positive},
         bandwidth_tbs={"type": positive},
     )
@@ -212,17 +173,7 @@ def add_machine(parser: argparse.ArgumentParser, *, hardware: str) -> None:
     add_setting(group, "max_wait_steps", metavar="N")
     add_arguments(
         group,
-        f"""
---shared-prefix-attention  read a prefix that running requests share once for all of them, as
-                           an offline server does on the GPUs in docs/kernels.md
---row-share W              one row alone uses at most 1/W of the bandwidth, so that the longest
-                           one may decide a decode step (default: what `sglang-batch calibrate`
-                           measured for this device and shape of KV, otherwise 0)
---padded-attention         read as much KV for every row as for the longest, as in dense batches
---overlap K                overlap of compute and memory time in a step: 1 is none, as in SGLang
-                           today; 1.47 fits BlendServe's results; inf is perfect (default:
-                           {OVERLAP:g})
-""",
+        options_text("attention", overlap=f"{OVERLAP:g}"),
         row_share={"type": at_least_0},
         overlap={"type": exponent, "default": OVERLAP},
     )
@@ -239,24 +190,7 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("choice of a way to run")
     add_arguments(
         group,
-        """
---choose                      search how to spread the model over the devices of --hardware
-                              (such as 8xh200-sxm), the size of steps and more, simulate the
-                              best ways on this job, and print SGLang's options for the fastest
---allow-quantization METHOD   with --choose: also try these of SGLang's methods, such as fp8.
-                              They change answers, so they are marked, and the choice is among
-                              the others
---allow-kv-cache-dtype DTYPE  with --choose: also try KV of these, such as fp8_e4m3; marked as
-                              well
---fleet [N]x[DEVICE][=PRICE]  with --choose: several kinds of servers in place of --hardware,
-                              with the price of a device for an hour, such as 8xh200-sxm=3.5
-                              8xh100-sxm=2.2
---price-per-gpu-hour PRICE    price of a device for an hour, for the cost of each order; with
-                              --choose, where --fleet and --prices have none
---prices FILE                 with --choose: JSON with prices by device, {"h200-sxm": 3.5, ...}
---deadline TIME               with --choose: say how many servers of each kind end the job in
-                              this time, such as 90m or 6h, and which of them cost least
-""",
+        options_text("choice"),
         allow_quantization={"nargs": "+", "default": ()},
         allow_kv_cache_dtype={"nargs": "+", "default": ()},
         fleet={"nargs": "+"},
@@ -366,11 +300,7 @@ def add_calibrate(commands: Any, run: Callable[..., int]) -> None:
     )
     add_arguments(
         parser,
-        """
---rows N    requests in a batch (default: up to 64, by the engine's limits)
---tokens N  prompt tokens in a batch, all requests together (default: up to 65,536, on a CPU up
-            to 8,192, by the engine's KV and context)
-""",
+        options_text("calibrate"),
         rows={"type": whole(MIN_ROWS)},
         tokens={"type": count},
     )

@@ -26,7 +26,7 @@ from .backend_options import (
     started,
 )
 from .model_place import check_model
-from .option_types import add_arguments, count, whole
+from .option_types import add_arguments, count, options_text, whole
 
 if TYPE_CHECKING:
     from .job_directory import JobDirectory
@@ -173,29 +173,11 @@ def _head(directory: JobDirectory) -> HeadState:
 
 
 def add_fleet(parser: argparse.ArgumentParser) -> None:
-    add_arguments(
-        parser.add_argument_group("many engines"),
-        """
---ray ADDRESS        run the job on engines of a Ray cluster: auto for the one that this
-                     machine is in, or host:port of its head node
---engines N|MIN:MAX  with --ray: number of engines (default: 1). The job starts with the
-                     first that is ready, or with MIN of MIN:MAX, where more join as the
-                     cluster gets room; MIN may be 0 if the cluster has no room yet
---workers URL,...    run the job on these offline servers (`sglang-batch serve`), with
-                     their model and options
-""",
-    )
+    add_arguments(parser.add_argument_group("many engines"), options_text("fleet"))
 
 
 def add_advanced_fleet(group: argparse._ActionsContainer) -> None:
-    add_arguments(
-        group,
-        """
---ray-resources JSON  with --ray: what each engine takes, by Ray's names (default: one CPU,
-                      and a GPU for each rank of --tp and --pp)
---workers-key KEY     admin key of the servers of --workers
-""",
-    )
+    add_arguments(group, options_text("fleet-advanced"))
 
 
 def engine_options(options: argparse.Namespace, argv: list[str]) -> EngineOptions:

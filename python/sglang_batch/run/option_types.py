@@ -10,7 +10,9 @@ import math
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
+from functools import cache
 from importlib import resources
+from string import Template
 from typing import Any
 
 # The names of an argument, its metavar and its help, which continues in indented lines.
@@ -29,8 +31,7 @@ def add_command(
         texts: ``usage`` and ``help``. A ``description`` is instead of the file.
     """
     if "description" not in texts:
-        file = resources.files(__package__).joinpath("help", f"{name}.txt")
-        description, _, epilog = file.read_text("utf-8").partition("\n\n")
+        description, _, epilog = _help(name).partition("\n\n")
         texts = {"description": description, "epilog": epilog, **texts}
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -40,6 +41,18 @@ def add_command(
     )
     parser.set_defaults(run=run)
     return parser
+
+
+def options_text(section: str, **words: object) -> str:
+    """The options in a section of ``help/options.txt``, with ``words`` in place of ``$word``."""
+    text = _help("options").partition(f"[{section}]\n")[2].partition("\n\n")[0]
+    return Template(text).substitute(words)
+
+
+@cache
+def _help(name: str) -> str:
+    file = resources.files(__package__).joinpath("help", f"{name}.txt")
+    return file.read_text("utf-8")
 
 
 def add_arguments(

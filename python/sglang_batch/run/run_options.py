@@ -12,7 +12,7 @@ from ..config import POLICY_HELP, add_setting, settings_help
 from ..errors import ConfigError
 from .backend_options import BACKENDS
 from .fleet_options import add_advanced_fleet, add_fleet
-from .option_types import add_arguments, add_command, count, enough
+from .option_types import add_arguments, add_command, count, enough, options_text
 
 if TYPE_CHECKING:
     from ..inputs.job_input import JobInput
@@ -34,30 +34,9 @@ def add_run(commands: Any, run: Callable[..., int]) -> None:
         help="answer files of requests in one process, without a server",
     )
     add_inputs(parser, required=True)
-    add_arguments(
-        parser,
-        """
--o --output-file FILE  file or URL for the results, which are in the order of the input: JSON
-                       lines, or a table, see below
---error-file FILE      file or URL for lines answered with an error (default: among the
-                       results)
---state URL            URL or shared directory that keeps the state of the job too: the same
-                       command resumes it on any machine
---overwrite            discard an earlier run with this output and start again
-""",
-        output_file={"required": True},
-    )
+    add_arguments(parser, options_text("output"), output_file={"required": True})
     add_setting(parser, "policy", f"Default: dfs. {POLICY_HELP}")
-    add_arguments(
-        parser,
-        """
---enough SHARE  end when this share of the requests, such as 99%, has an answer: the others
-                are given up, and their lines say so
---dry-run       check all requests and predict the run as `sglang-batch plan` does, whose
-                options can be added; nothing runs, no weights are loaded
-""",
-        enough={"type": enough},
-    )
+    add_arguments(parser, options_text("run"), enough={"type": enough})
     _add_backend(parser)
     add_fleet(parser)
     _add_advanced(parser)
@@ -76,14 +55,7 @@ def _add_advanced(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_setting(group, "answer_cache", metavar="DIR")
     add_setting(group, "dollars_per_hour", metavar="PRICE")
-    add_arguments(
-        group,
-        """
---output-tmp-dir DIR  directory of the running job if the output is a URL (default: in the
-                      user's cache); name the same one to resume
-""",
-        output_tmp_dir={"type": Path},
-    )
+    add_arguments(group, options_text("output-advanced"), output_tmp_dir={"type": Path})
     add_advanced_fleet(group)
 
 
@@ -99,15 +71,7 @@ def add_serve(commands: Any, serve: Callable[..., int]) -> None:
         f"""'{{"batch_share": 0.8}}':\n{settings_help()}""",
     )
     _add_backend(parser)
-    add_arguments(
-        parser,
-        """
---workers URL,...  run the batches on these offline servers, which are started with
-                   `sglang-batch serve` and all have the same model; online calls are
-                   passed on to them
---workers-key KEY  admin key of the servers of --workers
-""",
-    )
+    add_arguments(parser, options_text("serve"))
     parser.set_defaults(ray=None, engines=None, ray_resources=None)
 
 
@@ -128,20 +92,7 @@ def given_settings(options: argparse.Namespace) -> dict[str, Any]:
 def add_inputs(parser: argparse.ArgumentParser, *, required: bool) -> None:
     add_arguments(
         parser,
-        """
--i --input-file INPUT       JSONL batch requests; several inputs are one job, in this order
---template TEXT|JSON|@FILE  the inputs are tables: each row becomes a request with this
-                            prompt, or with this body in JSON, in which "{{column}}" stands
-                            for a value of the row
---url ENDPOINT              with --template: endpoint of the requests (default:
-                            /v1/chat/completions)
---id-column NAME            with --template: column with the custom_id (default: the number
-                            of the row, from 0)
---max-requests N            run only the first N requests of the input
---skip-invalid              answer lines that are no valid requests with an error and run
-                            the others (default: refuse the input with a list of these
-                            lines)
-""",
+        options_text("inputs"),
         input_file={"nargs": "+", "action": "extend", "required": required},
         url={"choices": tuple(ENDPOINTS), "default": "/v1/chat/completions"},
         max_requests={"type": count},
@@ -150,13 +101,7 @@ def add_inputs(parser: argparse.ArgumentParser, *, required: bool) -> None:
 
 def add_advanced_inputs(group: argparse._ActionsContainer) -> None:
     """Add the options that change how the input is read and computed."""
-    add_arguments(
-        group,
-        """
---optimize-fields  with a block in --template: choose the order of its lines for each row,
-                   so that prompts have more of their beginnings in common
-""",
-    )
+    add_arguments(group, options_text("inputs-advanced"))
     add_setting(
         group, "dedupe",
         "Equal are greedy ones, and those for embeddings and scores. Default: auto",

@@ -16,7 +16,7 @@ from ...batch_api import protocol as api
 from ...config import add_setting
 from ...errors import ExitStatus
 from ...job.engine import MAX_TREE_NODES
-from ..option_types import add_arguments, add_command, enough, whole
+from ..option_types import add_arguments, add_command, enough, options_text, whole
 
 DEFAULT_URL = "http://127.0.0.1:30000"
 MAX_LIST = 10_000
@@ -76,20 +76,7 @@ def _add_submit(commands: Subparsers) -> None:
     )
     add_arguments(
         submit,
-        """
--i --input-file INPUT  the requests, one JSON line each: files, URLs or - for standard
-                       input, plain, gzip or zstd; several are one batch, in this order
---endpoint PATH        endpoint of all lines, such as /v1/embeddings (default: taken from
-                       the first line)
---no-check             send the file without checking its lines (default: a file that the
-                       server would refuse is not sent, and all its errors are listed)
---window TIME          completion window, such as 90m or 7d: unfinished lines expire after
-                       it (default: 24h)
---priority N           batches with a higher priority run first (default: 0)
---enough SHARE         end when this share of the requests, such as 99%, has an answer,
-                       and give the others up
---metadata KEY=VALUE   a pair to store with the batch (repeatable)
-""",
+        options_text("submit"),
         input_file={"nargs": "+", "action": "extend", "required": True},
         endpoint={"choices": tuple(api.ENDPOINTS)},
         window={"default": "24h"},
@@ -107,11 +94,7 @@ def _add_results(commands: Subparsers) -> None:
     _add_id(results)
     add_arguments(
         results,
-        """
--o --output-file FILE  file for the answers, - for standard output
---error-file FILE      file for the errors (default: among the answers)
---so-far               download the finished lines of a running batch
-""",
+        options_text("results"),
         output_file={"type": Path, "required": True},
         error_file={"type": Path},
     )
@@ -141,11 +124,7 @@ def _command(
     env = os.environ.get
     add_arguments(
         parser,
-        f"""
---url URL      URL of the server (default: {DEFAULT_URL})
---api-key KEY  API key, if the server requires one
---json         print JSON, one object per line
-""",
+        options_text("server", url=DEFAULT_URL),
         url={"default": env("SGLANG_BATCH_URL") or DEFAULT_URL},
         api_key={"default": env("SGLANG_BATCH_API_KEY") or env("OPENAI_API_KEY")},
     )
@@ -217,13 +196,7 @@ def _add_keys(commands: Subparsers) -> None:
     add = command("add", about)
     add_arguments(
         add,
-        """
-NAME            owner of all files and batches made with the key
---role ROLE     client or admin: a client sees only its own objects, an admin may do
-                everything (default: client)
---same-owner    allow a name that was used before: the key opens its objects and has its
-                limits
-""",
+        options_text("keys-add"),
         role={"choices": ("client", "admin"), "default": "client"},
     )
     _add_limits(add)
@@ -257,14 +230,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     limit = {"type": _limit, "default": argparse.SUPPRESS}
     add_arguments(
         parser,
-        """
---model NAME         served model or LoRA adapter that the client may use (repeatable).
-                     'none' alone removes the list, and a new client may use all
---batches-per-day N  most batches created in a day (UTC), or 'none' for any number, as for
-                     a new client
---lines-per-day N    most lines of batches created in a day, or 'none'
---tokens-per-day N   most tokens of prompts and answers in a day, or 'none'
-""",
+        options_text("limits"),
         model={"action": "append", "dest": "models", "default": argparse.SUPPRESS},
         batches_per_day=limit,
         lines_per_day=limit,

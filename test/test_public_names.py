@@ -72,8 +72,8 @@ def test_a_moved_module_warns() -> None:
 
 @cache
 def source() -> str:
-    files = Path(sglang_batch.__path__[0]).rglob("*.py")
-    return "".join(path.read_text() for path in files)
+    files = Path(sglang_batch.__path__[0]).rglob("*.*")
+    return "".join(x.read_text() for x in files if x.suffix in (".py", ".toml"))
 
 
 @pytest.mark.parametrize("where", NAMES["json_keys"])

@@ -7,6 +7,7 @@ The metrics are next to SGLang's own with --enable-metrics, and have their label
 from __future__ import annotations
 
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -236,43 +237,10 @@ PREFIX = "sglang_batch_"
 # Publishing costs many times as much as taking a record, hence once in this many steps.
 PUBLISH_EVERY = 16
 
-# By metric: the column that it sums up, or shows the last value of, and its HELP text. Those
-# by side have a column for each side, which begins like this.
-_COUNTERS_BY_SIDE = {
-    "prefill_tokens": ("prefill", "Prompt tokens computed. By side."),
-    "decode_tokens": ("decode", "Tokens decoded. By side."),
-}
-_COUNTERS = {
-    "cached_tokens": ("cached_tokens", "Prompt tokens found in the cache."),
-    "evicted_tokens": ("evicted_tokens", "Tokens of KV dropped from the cache."),
-    "offloaded": ("offloaded", "Requests whose KV was moved to the host."),
-    # The earlier name, for one release.
-    "parked": ("offloaded", "Deprecated: use sglang_batch_offloaded_total instead."),
-    "resumed": ("resumed", "Offloaded requests that resumed."),
-    "prefetched": (
-        "prefetched",
-        "Those whose KV was on the device before they resumed.",
-    ),
-    "kv_waits": ("kv_waits", "Copies of KV from the host that a step waited for."),
-    "retracted": ("retracted", "Requests whose KV was dropped while they ran."),
-    "kv_read_bytes_saved": (
-        "kv_saved_bytes",
-        "Bytes of KV not read again because running requests share it.",
-    ),
-    "compute_seconds": ("compute_s", "Estimated compute time of the steps."),
-    "memory_seconds": ("memory_s", "Estimated memory time of the steps."),
-}
-_GAUGES_BY_SIDE = {
-    "kv_tokens": (
-        "kv",
-        "Tokens of KV of running requests, without shared prefixes. By side.",
-    ),
-}
-_GAUGES = {
-    "kv_shared_tokens": ("kv_shared", "Tokens of shared prefixes in use."),
-    "kv_cached_tokens": ("kv_cached", "Tokens of KV kept for later use."),
-    "waiting_requests": ("waiting", "Requests in the backlog."),
-}
+# Metrics of both kinds, and those of them that have a value for each side.
+_TABLES = tomllib.loads(
+    Path(__file__).with_name("step_metrics.toml").read_text("utf-8")
+)
 
 
 class HostUse(NamedTuple):
@@ -313,8 +281,8 @@ class StepMetrics:
         gauge = partial(Gauge, registry=registry, multiprocess_mode="mostrecent")
         self._records: list[StepRecord] = []
         self._steps = _labelled(counter, "steps", "Steps of the engine.", [named])[0]
-        self._counters = _columns(counter, _COUNTERS, _COUNTERS_BY_SIDE, named)
-        self._gauges = _columns(gauge, _GAUGES, _GAUGES_BY_SIDE, named)
+        self._counters = _columns(counter, "counters", named)
+        self._gauges = _columns(gauge, "gauges", named)
         self._host_use, self._host_recomputed = host_use, 0
         text = "Bytes of host memory {}KV of offloaded requests."
         self._host_bytes, self._host_capacity = (
@@ -363,21 +331,18 @@ class StepMetrics:
 
 
 def _columns(
-    make: Callable[..., _M],
-    plain: Mapping[str, tuple[str, str]],
-    by_side: Mapping[str, tuple[str, str]],
-    labels: Mapping[str, str],
+    make: Callable[..., _M], kind: str, labels: Mapping[str, str]
 ) -> list[tuple[int, _M]]:
-    """The metrics of two tables, each with the index of its column in a record."""
+    """The metrics of a kind, each with the index of its column in a record."""
     sides = [{**labels, "side": side} for side in SIDES]
     found: list[tuple[int, _M]] = []
     for table, each, ends in (
-        (plain, [labels], [""]),
-        (by_side, sides, [f"_{side}" for side in SIDES]),
+        (kind, [labels], [""]),
+        (f"{kind}_by_side", sides, [f"_{side}" for side in SIDES]),
     ):
-        for name, (column, text) in table.items():
-            metrics = _labelled(make, name, text, each)
-            places = [COLUMNS.index(column + end) for end in ends]
+        for name, row in _TABLES[table].items():
+            metrics = _labelled(make, name, row["documentation"], each)
+            places = [COLUMNS.index(row["column"] + end) for end in ends]
             found += zip(places, metrics, strict=True)
     return found
 

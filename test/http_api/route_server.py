@@ -120,12 +120,10 @@ def serving(
         async with running_service(directory, engine, **settings) as service:
             app.state.offline_batch_service = service
             without_key = ANYBODY if keys is None else None
-            access = AccessControl(service.store, fixed_keys(keys or {}), without_key)
-            app.state.offline_batch_access = access
-            access.start()
-            yield
-            await access.stop()
-            access.close()
+            fixed = fixed_keys(keys or {})
+            async with AccessControl(service.store, fixed, without_key) as access:
+                app.state.offline_batch_access = access
+                yield
 
     with _an_app(lifespan) as app, pytest.MonkeyPatch.context() as monkeypatch:
         # Before the start, so that the first pause between two polls is short, too.

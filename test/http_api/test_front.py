@@ -85,13 +85,10 @@ async def _serving(
 ) -> AsyncIterator[None]:
     """Have the routes of an application run batches on an engine."""
     async with running_service(directory, engine, policy="fcfs") as service:
-        access = AccessControl(service.store, fixed_keys(keys), None)
         app.state.offline_batch_service = service
-        app.state.offline_batch_access = access
-        access.start()
-        yield
-        await access.stop()
-        access.close()
+        async with AccessControl(service.store, fixed_keys(keys), None) as access:
+            app.state.offline_batch_access = access
+            yield
 
 
 def _during(app: FastAPI, block: AbstractAsyncContextManager[None]) -> FastAPI:

@@ -59,11 +59,18 @@ def naming(model: str) -> Iterator[str]:
             thread.join()
 
 
+def _noting(served: list[tuple[Any, ...]]) -> Any:
+    async def serve(*given: Any) -> None:
+        served.append(given)
+
+    return serve
+
+
 def test_the_front_gets_its_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(front_server, "serve", lambda *given: served.append(given))
+    monkeypatch.setattr(front_server, "serve", _noting(served))
     port = free_port()
     options = [
         *("--host", "127.0.0.1", "--port", str(port), "--api-key", "client"),
@@ -87,7 +94,7 @@ def test_a_front_starts_with_the_servers_that_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away_first: bool
 ) -> None:
     served: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(front_server, "serve", lambda *given: served.append(given))
+    monkeypatch.setattr(front_server, "serve", _noting(served))
     argv = (f"--port={free_port()}", f"--offline-batch-dir={tmp_path}")
     away = f"http://127.0.0.1:{free_port()}"
     with naming("demo") as one:

@@ -108,7 +108,7 @@ class StopRules:
             raise ValueError(f"{_short(text)} is not JSON ({error})") from None
         return cls.parse(value)
 
-    def to_value(self) -> dict[str, Any]:
+    def to_text(self) -> str:
         value: dict[str, Any] = {}
         if self.json:
             value["json"] = True
@@ -116,10 +116,7 @@ class StopRules:
             value["regex"] = list(self.regexes)
         if self.repetition is not None:
             value["repetition"] = dataclasses.asdict(self.repetition)
-        return value
-
-    def to_text(self) -> str:
-        return json.dumps(self.to_value())
+        return json.dumps(value)
 
 
 NO_RULES = StopRules()
@@ -671,12 +668,9 @@ class JsonRule:
 
 def _is_json(text: str) -> bool:
     try:
-        # Numbers as text: one of a million digits takes minutes to become an int.
-        json.loads(text, parse_int=str, parse_float=str, parse_constant=_no_constant)
+        # Numbers as text: one of a million digits takes minutes to become an int. NaN and
+        # Infinity are no JSON, and int() refuses them.
+        json.loads(text, parse_int=str, parse_float=str, parse_constant=int)
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")

@@ -364,7 +364,7 @@ class Admission:
                 for row in running
             ]
         change = self._begin(running, waiting, law)
-        self._forget_except([*waiting, *self._passed_by_length()])
+        self._forget_gone(waiting)
         self._let_wait(change)
         for level in self._levels.values():
             for row in level.parked(law, change.batch):
@@ -451,16 +451,6 @@ class Admission:
                 if level and row.number in level.running and row.number not in kept:
                     level.add_again(row)
 
-    def _passed_by_length(self) -> list[Row]:
-        """Rows that wait to join by length and that others have passed."""
-        levels = self._levels.values()
-        return [
-            level.waiting[number]
-            for level in levels
-            for number in self._passes
-            if number in level.waiting
-        ]
-
     def _begin(
         self, running: Sequence[Row], waiting: Sequence[Row], law: BatchLaw
     ) -> RowChanges:
@@ -483,7 +473,9 @@ class Admission:
             change.passed.append(row)
             change.in_vain += 1
             return Offer.IN_VAIN
-        self._count_pass(row, change.passed)
+        for other in change.passed:
+            if other.priority == row.priority:
+                self._passes[other.number] = self._passes.get(other.number, 0) + 1
         gone = [change.batch[j] for j in displaced]
         for other in gone:
             change.take_out(other)
@@ -504,14 +496,11 @@ class Admission:
             for other in passed
         )
 
-    def _count_pass(self, row: Row, passed: Sequence[Row]) -> None:
-        for other in passed:
-            if other.priority == row.priority:
-                self._passes[other.number] = self._passes.get(other.number, 0) + 1
-
-    def _forget_except(self, waiting: Sequence[Row]) -> None:
+    def _forget_gone(self, waiting: Sequence[Row]) -> None:
+        """Forget the passes of rows that wait no more, in their order or by length."""
         if self._passes:
             numbers = {row.number for row in waiting}
+            numbers.update(*(level.waiting for level in self._levels.values()))
             for number in self._passes.keys() - numbers:
                 del self._passes[number]
 

@@ -104,13 +104,10 @@ class Prefill:
         before = before if before >= self._shortest else 0
         if after < self._shortest or after - before < self._shortest:
             return before, before
-        self._extend_path(first.input_ids[:after], before)
+        prefix = list(first.input_ids[:after])
+        cache, _ = self._forward([prefix[before:]], before, [after - before - 1])
+        self._path, self._path_kv = prefix, row_of(cache, 0, after)
         return after, before
-
-    def _extend_path(self, prefix: Sequence[int], have: int) -> None:
-        new = list(prefix[have:])
-        cache, _ = self._forward([new], have, [len(new) - 1])
-        self._path, self._path_kv = list(prefix), row_of(cache, 0, len(prefix))
 
     def _companions(
         self, todo: Sequence[DenseRequest], shared: int, following: DenseRequest | None

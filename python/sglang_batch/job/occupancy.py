@@ -6,6 +6,7 @@ cost almost as much as a full engine's. As long as requests wait for room, an en
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -38,13 +39,13 @@ class Occupancy:
         self._full = 0  # when the last of all joined
         self._half_full = 0.0
         self._changed = 0.0
-        self._gone: float | None = None
+        self._gone = math.inf
         self._requests = 0
         self._last: deque[tuple[float, int]] = deque(maxlen=NAMED)
 
     def runs(self, running: int) -> None:
         """So many requests run now, after some have started."""
-        self._gone = None
+        self._gone = math.inf
         if running:
             self._full = running
             self._note(running, self._clock())
@@ -60,10 +61,6 @@ class Occupancy:
     def gone(self) -> None:
         """The replica is there no longer."""
         self._gone = self._clock()
-
-    def _until(self, end: float) -> float:
-        """When its seconds stop, for a job that ends at ``end``."""
-        return end if self._gone is None else min(end, self._gone)
 
     def _note(self, running: int, now: float) -> None:
         self._changed = now
@@ -81,7 +78,7 @@ class Occupancy:
         now = max(each._changed for each in ran)
         last = sorted((found for each in ran for found in each._last), reverse=True)
         return Tail(
-            engine_s=sum(each._until(now) - each._half_full for each in ran),
+            engine_s=sum(min(now, each._gone) - each._half_full for each in ran),
             requests=sum(each._requests for each in ran),
             last=tuple(number for _, number in last[:NAMED]),
         )

@@ -6,6 +6,7 @@ With ``--workers`` it is the front of other offline servers, and has no engine.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import errno
 import os
 import socket
@@ -86,7 +87,8 @@ def _serve_front(fleet: WorkerOptions) -> int:
     served_model(fleet.urls, fleet.api_key, may_be_away=True)
     from ..server.http import front_server
 
-    front_server.serve(fleet.urls, fleet.api_key, known, directory, config)
+    serving = front_server.serve(fleet.urls, fleet.api_key, known, directory, config)
+    asyncio.run(serving)
     return ExitStatus.OK
 
 

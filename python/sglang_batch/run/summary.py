@@ -119,16 +119,19 @@ class EngineWork:
 
     @classmethod
     def of(cls, state: WorkerState, seconds: float) -> EngineWork:
+        same = (
+            "name",
+            "status",
+            "answered",
+            "tokens",
+            "cached_share",
+            "losses",
+            "reason",
+        )
         return cls(
-            state.name,
-            state.status,
-            state.answered,
-            state.tokens,
-            _rate(state.tokens, seconds),
-            state.cached_share,
-            state.losses,
-            state.reason,
-            state.there_s,
+            **{name: getattr(state, name) for name in same},
+            tokens_per_second=_rate(state.tokens, seconds),
+            engine_s=state.there_s,
         )
 
     def __str__(self) -> str:

@@ -442,12 +442,14 @@ class AccessControl:
             with self._lock:
                 self._unwritten.setdefault(name, Counter()).update(counts)
 
-    def start(self) -> None:
+    async def __aenter__(self) -> AccessControl:
         self._writing.start()
+        return self
 
-    async def stop(self) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._writing.stop()
         self.write()
+        self.close()
 
     def write(self) -> None:
         """Write the counts. A full disk only delays it."""

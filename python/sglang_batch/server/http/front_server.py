@@ -59,7 +59,7 @@ START_S = 60.0
 END_S = 15
 
 
-def serve(
+async def serve(
     urls: Sequence[str],
     workers_key: str | None,
     options: argparse.Namespace,
@@ -76,16 +76,6 @@ def serve(
     logging.basicConfig(
         level=options.log_level.upper(), format="[%(asctime)s] %(message)s", force=True
     )
-    asyncio.run(_serve(urls, workers_key, options, directory, config))
-
-
-async def _serve(
-    urls: Sequence[str],
-    workers_key: str | None,
-    options: argparse.Namespace,
-    directory: Path,
-    config: OfflineBatchConfig,
-) -> None:
     keys = given_keys(config, options.api_key, options.admin_api_key)
     read_endpoints(config)
     store = BatchStore(directory)
@@ -118,18 +108,15 @@ async def _serve(
 
     try:
         await _connect(engine)
-        async with _service(options, config, store, engine, server) as service:
-            access = AccessControl(store, *keys)
+        async with (
+            _service(options, config, store, engine, server) as service,
+            AccessControl(store, *keys) as access,
+        ):
             app.state.offline_batch_service = service
             app.state.offline_batch_access = access
-            access.start()
             engine.replica_changes.watch(end_if_failed)
             end_if_failed()
-            try:
-                await server.serve()
-            finally:
-                await access.stop()
-                access.close()
+            await server.serve()
     finally:
         await calls.close()
         await engine.close()

@@ -337,7 +337,7 @@ class Form:
         self._end_bytes = len(self.boundary) + len(b"\r\n----\r\n")
         self._num_bytes = 0
         self._num_parts = 0
-        self._header = bytearray(), bytearray()
+        self._header = name, value = bytearray(), bytearray()
         self._disposition = b""
         # Destination of the current part's content. Without either, it is dropped.
         self._field: bytearray | None = None
@@ -345,8 +345,12 @@ class Form:
         self._parser = MultipartParser(
             self.boundary,
             {
-                "on_header_field": self._header_name,
-                "on_header_value": self._header_value,
+                "on_header_field": lambda data, begin, end: name.extend(
+                    data[begin:end]
+                ),
+                "on_header_value": lambda data, begin, end: value.extend(
+                    data[begin:end]
+                ),
                 "on_header_end": self._end_header,
                 "on_headers_finished": self._begin_part,
                 "on_part_data": self._content,
@@ -377,12 +381,6 @@ class Form:
     def sha256(self) -> str:
         """Of the file, in hexadecimal."""
         return self._digest.hexdigest()
-
-    def _header_name(self, data: bytes, start: int, end: int) -> None:
-        self._header[0].extend(data[start:end])
-
-    def _header_value(self, data: bytes, start: int, end: int) -> None:
-        self._header[1].extend(data[start:end])
 
     def _end_header(self) -> None:
         name, value = self._header

@@ -38,11 +38,7 @@ _COLOCATED = "SGLANG_ENABLE_COLOCATED_BATCH_GEN"
 
 
 def plan_list(
-    original: Callable[..., AsyncGenerator[Any]],
-    manager: Any,
-    obj: Any,
-    request: Any,
-    request_states: dict[str, Any],
+    original: Callable[..., AsyncGenerator[Any]], manager: Any, obj: Any, *others: Any
 ) -> AsyncGenerator[Any]:
     """AROUND hook on ``TokenizerManager._handle_batch_request``.
 
@@ -51,20 +47,16 @@ def plan_list(
     """
     samples = int(getattr(obj, "parallel_sample_num", 1))
     if not _is_planned(obj, samples):
-        return counted(original, manager, obj, request, request_states)
-    answers = _planned(original, manager, obj, request, request_states)
+        return counted(original, manager, obj, *others)
+    answers = _planned(original, manager, obj, *others)
     return SampledPrompts(samples).counted(answers)
 
 
 async def _planned(
-    original: Callable[..., AsyncGenerator[Any]],
-    manager: Any,
-    obj: Any,
-    request: Any,
-    request_states: dict[str, Any],
+    original: Callable[..., AsyncGenerator[Any]], manager: Any, obj: Any, *others: Any
 ) -> AsyncGenerator[Any]:
     planned = PlannedPrompts(manager, obj)
-    answers = original(planned, obj, request, request_states)
+    answers = original(planned, obj, *others)
     async with planned.running(), aclosing(answers):
         if getattr(obj, "stream", False):
             async for answer in answers:
@@ -212,18 +204,14 @@ class _ListEngine(ForwardingEngine):
 
 
 def counted(
-    original: Callable[..., AsyncGenerator[Any]],
-    manager: Any,
-    obj: Any,
-    request: Any,
-    request_states: dict[str, Any],
+    original: Callable[..., AsyncGenerator[Any]], manager: Any, obj: Any, *others: Any
 ) -> AsyncGenerator[Any]:
     """SGLang's own ``TokenizerManager._handle_batch_request``, with its samples counted."""
     samples = int(getattr(obj, "parallel_sample_num", 1))
     found = SampledPrompts(samples)
     if samples > 1:
         manager = NotingPrompts(manager, found, obj.batch_size)
-    return found.counted(original(manager, obj, request, request_states))
+    return found.counted(original(manager, obj, *others))
 
 
 class SampledPrompts:

@@ -19,7 +19,7 @@ from ...errors import SGLangBatchError
 from ...job.answer_cache import ModelAnswers
 from ...job.job_planner import compile_planner
 from ...server.http.all_routes import install
-from ...server.http.authorization import AccessControl, KeyMiddleware
+from ...server.http.authorization import KeyMiddleware
 from ...server.metrics import published
 from ...server.service import BatchService
 from ...store.batch_store import BatchStore
@@ -114,7 +114,8 @@ def attach(app: FastAPI, keys: ServerKeys | None = None) -> None:
             try:
                 manager = http_server.get_global_state().tokenizer_manager
                 metrics = bool(manager.server_args.enable_metrics)
-                async with published(service, metrics), _counted(access):
+                async with published(service, metrics), access:
+                    count_online_usage(manager, access)
                     app.state.offline_batch_access = access
                     yield state
             finally:
@@ -123,17 +124,6 @@ def attach(app: FastAPI, keys: ServerKeys | None = None) -> None:
                 await stop_pairing(manager)
 
     app.router.lifespan_context = lifespan
-
-
-@asynccontextmanager
-async def _counted(access: AccessControl) -> AsyncIterator[None]:
-    count_online_usage(http_server.get_global_state().tokenizer_manager, access)
-    access.start()
-    try:
-        yield
-    finally:
-        await access.stop()
-        access.close()
 
 
 async def _start_service() -> BatchService:

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from argparse import Namespace
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -242,14 +243,15 @@ def test_a_folder_with_other_things_is_not_overwritten_by_the_demo_model(
     assert str(tmp_path) in capsys.readouterr().err
 
 
-# Options that mean something else than SGLang's, and those that we add to SGLang's.
+# Options that mean something else than SGLang's, and those that we add to SGLang's, by the
+# section of help/options.txt or the module that has them.
 OWN_MEANING = {
-    ("__main__.py", "--context-length"),
-    ("__main__.py", "--offline-batch-dir"),
-    ("client_options.py", "--api-key"),
-    ("client_options.py", "--model"),
-    ("options.py", "--model"),
-    ("options.py", "--model-path"),
+    ("demo-model", "--context-length"),
+    ("backup", "--offline-batch-dir"),
+    ("server", "--api-key"),
+    ("limits", "--model"),
+    ("simulate", "--model"),
+    ("simulate", "--model-path"),
     ("offline_server_args.py", "--offline-batch"),
     ("offline_server_args.py", "--offline-batch-config"),
     ("offline_server_args.py", "--offline-batch-dir"),
@@ -270,4 +272,11 @@ def test_options_of_sglang_are_not_declared_again() -> None:
         for flag in re.findall(r"^(?:-\S+ )*(--[\w-]+)", text.value, re.MULTILINE)
         if flag in flags
     }
+    texts = resources.files("sglang_batch.run").joinpath("help", "options.txt")
+    section = ""
+    for line in texts.read_text("utf-8").splitlines():
+        if found := re.match(r"\[(.+)\]$|(?:-\S+ )*(--[\w-]+)", line):
+            section = found[1] or section
+            if found[2] in flags:
+                declared.add((section, found[2]))
     assert declared == OWN_MEANING

@@ -10,7 +10,7 @@ import http.client
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -49,12 +49,7 @@ class HttpPlace:
 
     async def find(self) -> HttpPort:
         if self._client is None:
-            self._client = aiohttp.ClientSession(
-                headers=self._headers,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-                connector=aiohttp.TCPConnector(limit=0),
-                auto_decompress=False,  # none is asked for, and bytes could expand
-            )
+            self._client = open_session(self._headers)
         return HttpPort(self.name, self._client)
 
     async def free(self) -> None:
@@ -62,6 +57,16 @@ class HttpPlace:
         if self._client is not None:
             await self._client.close()
             self._client = None
+
+
+def open_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
+    """Connections to servers of ours: any number, for calls of any length."""
+    return aiohttp.ClientSession(
+        headers=headers,
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        connector=aiohttp.TCPConnector(limit=0),
+        auto_decompress=False,  # none is asked for, and bytes could expand
+    )
 
 
 class HttpPort(WorkerPort):

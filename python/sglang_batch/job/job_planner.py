@@ -87,7 +87,10 @@ class JobPlanner:
         fits = requests.input_len + known <= machine.limits.kv_capacity_tokens
         kept = requests if fits.all() else requests.take(np.flatnonzero(fits))
         self.tree = build_prefix_tree(kept.tokens, kept.offsets)
-        self._requests = kept = _without_prompts(kept)
+        # Without their tokens, to free the memory.
+        offsets = np.zeros(len(kept) + 1, np.int64)
+        kept = replace(kept, tokens=np.zeros(0, np.int32), offsets=offsets)
+        self._requests = kept
         self._numbers, self._too_large = numbers[fits], numbers[~fits]
         self._place = np.full(int(numbers.max(initial=-1)) + 1, -1, np.int64)
         self._place[self._numbers] = np.arange(len(kept))
@@ -317,12 +320,6 @@ class JobPlanner:
             est_output_len_sq=own.est_output_len_sq,
             max_new_tokens=shard.requests.max_new_tokens,
         )
-
-
-def _without_prompts(requests: PlanRequests) -> PlanRequests:
-    """The requests without their tokens, to free the memory."""
-    offsets = np.zeros(len(requests) + 1, np.int64)
-    return replace(requests, tokens=np.zeros(0, np.int32), offsets=offsets)
 
 
 logger = logging.getLogger(__name__)

@@ -76,6 +76,7 @@ def plot(report: Report, path: Path) -> None:
         _draw_times_of_policies(times, report)
         _draw_cached_shares(figure.add_subplot(grid[0, 1], sharey=times), report)
         longest = max(forecast.runs[name].seconds for name in policies)
+        unit = time_unit(longest)
         both = len(policies) == 2
         columns = [slice(0, 1), slice(1, 2)] if both else [slice(0, 2)]
         for row, draw, name, place in (
@@ -86,7 +87,9 @@ def plot(report: Report, path: Path) -> None:
             for column, policy in zip(columns, policies, strict=True):
                 axes = figure.add_subplot(grid[row, column], sharey=first)
                 draw(axes, forecast.runs[policy], longest)
-                _label_times(axes, longest, f"{policy}: {axes.get_title()}")
+                axes.set_xlim(0, longest / unit.seconds)
+                axes.set_xlabel(f"time ({unit.name})")
+                axes.set_title(f"{policy}: {axes.get_title()}")
                 first = first or axes
             first.set_ylabel(name)
             first.legend(loc=place, ncols=2)
@@ -202,13 +205,6 @@ def _draw_lengths(axes: Any, simulation: Simulation, longest: float) -> None:
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.set_title("KV length of the rows that run")
-
-
-def _label_times(axes: Any, longest: float, title: str) -> None:
-    unit = time_unit(longest)
-    axes.set_xlim(0, longest / unit.seconds)
-    axes.set_xlabel(f"time ({unit.name})")
-    axes.set_title(title)
 
 
 def _binned_by_time(samples: Floats) -> Floats:

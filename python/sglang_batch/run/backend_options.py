@@ -137,18 +137,16 @@ def check_remote_code(known: argparse.Namespace) -> None:
         config = json.loads(file.read_bytes())
     except ValueError as error:
         raise ConfigError(f"{file} is no JSON: {error}") from None
-    if config.get("auto_map") and not _in_transformers(config.get("model_type")):
+    if not config.get("auto_map"):
+        return
+    from transformers import CONFIG_MAPPING
+
+    if config.get("model_type") not in CONFIG_MAPPING:
         raise ConfigError(
             f"--model-path {known.model_path} brings code of its own, in "
             f"{', '.join(sorted(set(map(str, config['auto_map'].values()))))}. Read it, "
             "and pass --trust-remote-code to run it."
         )
-
-
-def _in_transformers(model_type: object) -> bool:
-    from transformers import CONFIG_MAPPING
-
-    return model_type in CONFIG_MAPPING
 
 
 def chosen_backend(argv: list[str]) -> tuple[str, str]:

@@ -110,8 +110,10 @@ class RayOptions(EngineOptions):
         if resources is None:
             there = cluster_resources(self.fleet.address)
             on_gpus = settings.server_args.device != "cpu" and there.get("GPU", 0)
-            devices = _num_devices(settings.server_args)
-            resources = {"CPU": 1.0, **({"GPU": float(devices)} if on_gpus else {})}
+            args = settings.server_args
+            replicas = 1 if args.enable_dp_attention else args.dp_size
+            devices = float(args.tp_size * args.pp_size * replicas)
+            resources = {"CPU": 1.0, **({"GPU": devices} if on_gpus else {})}
         fleet = replace(self.fleet, resources=resources)
         here = partial(started, self.backend, [*self.argv])
         kind = " ".join([self.backend, *self.argv])
@@ -250,8 +252,3 @@ def _resources(text: str | None) -> dict[str, float] | None:
         ) from None
     except msgspec.DecodeError as error:
         raise ConfigError(f"--ray-resources {text} is no JSON: {error}.") from None
-
-
-def _num_devices(server_args: Any) -> int:
-    replicas = 1 if server_args.enable_dp_attention else server_args.dp_size
-    return int(server_args.tp_size * server_args.pp_size * replicas)

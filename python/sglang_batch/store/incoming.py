@@ -265,18 +265,17 @@ class UploadStore:
         kept_s: int | None,
         completed_with: str,
         on_made: OnMade,
-    ) -> bool:
+    ) -> None:
         """Make the assembled contents a file that expires after ``kept_s``.
 
         File and status change in one transaction: if the server dies before it,
         the upload can be completed again. ``completed_with`` tells this call
-        from others that would complete it. Returns False if it is no longer
-        pending.
+        from others that would complete it. Does nothing if it is no longer pending.
         """
         sync_file(source)
         with self.store.atomic():
             if not self._pending(upload_id):
-                return False
+                return
             upload = self.get(upload_id)
             assert upload is not None
             move_into_place(source, self.store.file_path(file_id))
@@ -291,7 +290,6 @@ class UploadStore:
             self.store.update("uploads", upload_id, {"status": COMPLETED, **ended})
             on_made(file)
         self.remove_parts(upload_id)
-        return True
 
     def cancel(self, upload_id: str) -> bool:
         """Cancel an upload and delete its parts. False if it is not pending."""

@@ -31,7 +31,7 @@ from ...config import OfflineBatchConfig
 from ...errors import ApiError, EngineError
 from ...fleet.fleet_engine import FleetEngine
 from ...fleet.head_state import CRASHES, CrashCounts
-from ...fleet.http_fleet import HttpPlace
+from ...fleet.http_fleet import HttpPlace, open_session
 from ...job.engine import GENERATE_URL
 from ...job.job_planner import compile_planner
 from ...store.batch_store import BatchStore
@@ -226,7 +226,6 @@ _OWN_HEADERS = frozenset(
         *("date", "server"),
     }
 )
-_CONNECT_S = 5.0
 # Nobody reads it.
 _CLIENT_LEFT = 499
 
@@ -281,11 +280,7 @@ class OnlineCalls:
         Raises 503 if none runs, 502 if the one that took it failed.
         """
         if self._client is None:
-            self._client = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
-                connector=aiohttp.TCPConnector(limit=0),
-                auto_decompress=False,
-            )
+            self._client = open_session({})
         headers = [
             (name, value)
             for name, value in request.headers.items()

@@ -78,7 +78,8 @@ def dense_request(
     asked = _asked(message, _UNKNOWN)
     asked += ["beam_width"] if (params.beam_width or 1) > 1 else []
     asked += ["watermark"] if params.watermark else []
-    grammar = _grammar(params)
+    grammars = ((kind, getattr(params, kind)) for kind in KINDS)
+    grammar = next((each for each in grammars if each[1] is not None), None)
     if grammar is not None and message.require_reasoning:
         asked.append(f"{grammar[0]} after reasoning")
     _refuse(asked)
@@ -173,11 +174,6 @@ def _sampling(params: Any, grammar: tuple[str, str] | None, rid: str) -> Samplin
         seed=seed,
         grammar=grammar,
     )
-
-
-def _grammar(params: Any) -> tuple[str, str] | None:
-    found = ((kind, getattr(params, kind)) for kind in KINDS)
-    return next(((kind, text) for kind, text in found if text is not None), None)
 
 
 def _logprobs_wanted(message: TokenizedGenerateReqInput) -> LogprobsWanted | None:

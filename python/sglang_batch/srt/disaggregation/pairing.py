@@ -24,7 +24,7 @@ from fastapi import HTTPException
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 
 from ...batch_api.protocol import error_body
-from ...fleet.http_fleet import content_of
+from ...fleet.http_fleet import content_of, open_session
 from ...fleet.plan_bytes import to_bytes
 from ...job.retrying_engine import PREFILL_LOST, TRANSIENT
 from ...request import RequestOutput
@@ -94,11 +94,7 @@ class PrefillServers:
     def start(self) -> None:
         """Begin to watch, in the running event loop. Further calls do nothing."""
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
-                headers=self._headers,
-                auto_decompress=False,  # none is asked for, and bytes could expand
-            )
+            self._session = open_session(self._headers)
             self._watchers = [
                 asyncio.ensure_future(self._watch(server)) for server in self.servers
             ]

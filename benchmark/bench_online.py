@@ -1,12 +1,16 @@
 """How long an online request waits while a batch fills the engine.
 
-    python benchmark/bench_online.py
+    python benchmark/bench_online.py [--flex]
 
 Stock SGLang and this package run the demo model on a CPU, each in its own process. A job
 of 400 requests takes all of the KV. While it runs, short online requests arrive one after
 another. The scheduler counts the steps that begin after a request has arrived and before
-the step that computes its first prompt token. The last line is one JSON document. The
-exit status is 1 if the target is missed.
+the step that computes its first prompt token.
+
+With --flex, a server answers ordinary calls next to a batch, with and without clients of
+flex calls. The figures are the batch's seconds and the ordinary calls' first token.
+
+The last line is one JSON document. The exit status is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from online_flex import measure_flex
 from report import Figure, add_save, finish, print_figures, print_table
 from throughput_engine import WARM_UP_PROMPTS, answer_all
 from throughput_jobs import NUM_IDS
@@ -187,30 +192,18 @@ def waits(name: str, model: Path, seed: int) -> list[int]:
     return [int(steps) for _, steps, _ in rows]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=3, help="default: 3")
-    parser.add_argument("--seed", type=int, default=0, help="default: 0")
-    add_save(parser)
-    parser.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.engine:
-        name, model, seed = options.engine
-        engine_main(name, model, int(seed))
-        return 0
+def measure_waits(seed: int, repeats: int) -> tuple[dict[str, Any], list[Figure]]:
+    """Print the table. Returns the entries of the document, and the figures."""
     taken: dict[str, list[int]] = {}
     with tempfile.TemporaryDirectory(prefix="sglang-batch-bench-") as scratch:
         path = Path(scratch) / "model"
         write_demo_model(path)
-        for number in range(options.repeats):
+        for number in range(repeats):
             for name in ENGINES:
-                steps = waits(name, path, options.seed + number)
+                steps = waits(name, path, seed + number)
                 taken.setdefault(name, []).extend(steps)
     print_table(
-        f"Steps that an online request waits, {NUM_ONLINE} requests,"
-        f" {options.repeats} repeats",
+        f"Steps that an online request waits, {NUM_ONLINE} requests, {repeats} repeats",
         ["engine", "median", "least", "most"],
         [[n, median(t), min(t), max(t)] for n, t in taken.items()],
     )
@@ -221,10 +214,28 @@ def main() -> int:
             note=f"stock {max(stock)}",
         )
     ]  # fmt: skip
+    return {"steps": taken}, figures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--flex", action="store_true", help="measure flex calls")
+    parser.add_argument("--repeats", type=int, default=3, help="default: 3")
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    add_save(parser)
+    parser.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.engine:
+        name, model, seed = options.engine
+        engine_main(name, model, int(seed))
+        return 0
+    measure = measure_flex if options.flex else measure_waits
+    document, figures = measure(options.seed, options.repeats)
     print_figures("Figures", figures)
     finish(
-        {"steps": taken, "figures": [figure.as_json for figure in figures]},
-        options.save,
+        {**document, "figures": [figure.as_json for figure in figures]}, options.save
     )
     return 1 if any(figure.met is False for figure in figures) else 0
 

@@ -563,6 +563,11 @@ class OfflineBatchConfig:
         "whether an idle engine waits for work. `false` polls with a CPU core per replica. "
         "Not with data-parallel attention",
     )
+    max_enqueued_tokens: int | None = _experimental(
+        None,
+        _FROM_1,
+        "most estimated tokens of a client's batches in progress, unless its key has a limit",
+    )
     max_uploads: int = _experimental(
         64,
         _FROM_1,

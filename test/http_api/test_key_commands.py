@@ -55,7 +55,8 @@ def test_a_key_is_printed_and_works(keyed: Server, keys: Keys) -> None:
     shown = json.loads(keys("list", "--json")[1])
     assert shown["tokens_per_day"] == 7000
     change = ("--lines-per-day", "5", "--tokens-per-day", "none")
-    kept = "5 lines/day, models demo, tuned\n"
+    change += ("--enqueued-tokens", "9000")
+    kept = "5 lines/day, 9,000 enqueued tokens, models demo, tuned\n"
     assert keys("limit", "bob", *change)[1] == kept
     assert keys("limit", "bob")[1] == kept
     # Another key of the name keeps them, too.

@@ -76,6 +76,7 @@ def test_a_limit_that_is_left_out_keeps_its_value(keyed: Server) -> None:
     path = "/offline_batch/limits/bob"
     add(keyed, "bob", models=["demo"], lines_per_day=5, tokens_per_day=9)
     expected = {"models": ["demo"], "batches_per_day": None, "lines_per_day": 5}
+    expected["enqueued_tokens"] = None
     assert limit(tokens_per_day=10) == expected | {"tokens_per_day": 10}
     again = add(keyed, "bob", same_owner=True, batches_per_day=3)
     assert (again["models"], again["lines_per_day"]) == (["demo"], 5)
@@ -90,6 +91,48 @@ def test_a_limit_that_is_left_out_keeps_its_value(keyed: Server) -> None:
         "batches_per_day": 3,
         "tokens_per_day": None,
     }
+
+
+def test_a_batch_above_the_enqueued_tokens_of_its_key_fails_alone(
+    keyed: Server,
+) -> None:
+    lines = make_lines(40)
+    size = round(sum(len(line) + 1 for line in lines) / 4)
+    keyed.engine.hold(ids_of(range(40)))
+    bob = keyed.client_of(add(keyed, "bob", enqueued_tokens=2 * size + 1)["value"])
+    eve = keyed.client_of(add(keyed, "eve")["value"])
+    batches = [start(bob, *lines) for _ in range(3)] + [start(eve, *lines)]
+
+    def in_states(*states: str) -> list[Any]:
+        found = [keyed.client.batches.retrieve(batch.id) for batch in batches]
+        return [batch for batch in found if batch.status in states]
+
+    until(lambda: not in_states("validating"))
+    [failed] = in_states("failed")
+    [error] = failed.errors.data
+    assert (error.code, error.line) == ("token_limit_exceeded", None)
+    assert error.message == (
+        "Enqueued token limit reached for demo by the API key 'bob'. Limit: "
+        f"{2 * size + 1:,} enqueued tokens, of which in_progress batches have about "
+        f"{2 * size:,} and this one needs {size:,}. Please try again once some "
+        "in_progress batches have been completed."
+    )
+    assert failed.request_counts.total == 0
+    others = in_states("in_progress")
+    assert len(others) == 3
+    # A cancelled batch's tokens are free at once, while its lines still end.
+    keyed.client.batches.cancel(others[0].id)
+    batches.append(start(bob, *lines))
+    until(lambda: not in_states("validating"))
+    assert len(in_states("failed")) == 1
+    too_large = keyed.ended(start(bob, *make_lines(100)))
+    assert "with a smaller file, or ask the admin" in too_large.errors.data[0].message
+    keyed.call(keyed.engine.release)
+    for batch in in_states("in_progress"):
+        assert keyed.ended(batch).status == "completed"
+    batches += [start(bob, *lines), start(bob, *lines)]
+    for batch in batches[-2:]:
+        assert keyed.ended(batch).status == "completed"
 
 
 def test_a_repeated_call_counts_once(keyed: Server) -> None:

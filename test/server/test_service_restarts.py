@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +27,7 @@ from fake_engine import FakeEngine
 
 from sglang_batch.batch_api import protocol as api
 from sglang_batch.server import result_saver, runner
+from sglang_batch.server.access.usage import queued_tokens
 from sglang_batch.store.files import FileLock
 
 pytestmark = pytest.mark.usefixtures("quick_polling")
@@ -48,6 +50,34 @@ def test_a_stopped_batch_is_resumed_where_it_was(tmp_path: Path) -> None:
             # Answers of both servers are in the sum.
             texts = [f"prompt {i}" for i in range(20) if i != 2]
             assert row["input_tokens"] == len("".join(texts))
+
+    run(scenario())
+
+
+def test_enqueued_tokens_are_counted_across_a_restart(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        batch_id = await run_part(tmp_path, 20, 4, FakeEngine())
+        engine = FakeEngine()
+        engine.hold(ids_of(range(20)))
+        between = make_service(tmp_path)
+        # By the four lines that have an answer.
+        left = round(queued_tokens(between.store, batch_row(between, batch_id)))
+        between.store.close()
+        limit = left + 10
+        async with running_service(
+            tmp_path, engine, max_enqueued_tokens=limit
+        ) as service:
+            refused = await until_over(service, submit(service, make_lines(1)))
+            assert refused["status"] == api.FAILED
+            [error] = json.loads(refused["errors"])["data"]
+            assert error["code"] == "token_limit_exceeded"
+            assert f"Limit: {limit:,} " in error["message"]
+            assert f"about {left:,} and" in error["message"]
+            engine.release()
+            row = await until_over(service, batch_id)
+            assert row["status"] == api.COMPLETED
+            again = await until_over(service, submit(service, make_lines(1)))
+            assert again["status"] == api.COMPLETED
 
     run(scenario())
 

@@ -297,7 +297,7 @@ COLUMNS = {
     ),
     "upload_parts": "seq id upload_id bytes created_at",
     "idempotent_answers": "owner key request_sha256 status_code body created_at",
-    "clients": "name role models batches lines tokens",
+    "clients": "name role models batches lines tokens enqueued_tokens",
     "keys": "id name sha256 hint created_at revoked_at",
     "usage": (
         "day name batches lines calls input_tokens cached_tokens output_tokens "

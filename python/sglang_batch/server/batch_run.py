@@ -48,6 +48,7 @@ from ..store.batch_store import BatchStore, Row, now
 from ..store.files import atomic_write
 from ..store.result_log import ResultLog
 from .access.keys import find_allowance
+from .access.usage import enqueued_refusal
 from .background import Repeated, in_thread
 from .bills import Bill
 from .progress import batch_changed
@@ -235,15 +236,27 @@ class BatchRun:
             self.fail(found)
             return False
         with found.closing():
-            self._num_left = len(found)
-            self.store.update_batch(
-                self.batch_id, total=len(found), model=found.model() or None
-            )
-        if self.store.transition(
-            self.batch_id, (api.VALIDATING,), api.IN_PROGRESS, in_progress_at=now()
-        ):
+            num_lines, model = len(found), found.model()
+        most = self.config.max_enqueued_tokens
+        # At once, since other batches of the client may be at this point.
+        with self.store.atomic():
+            why = enqueued_refusal(self.store, row, most, model)
+            if why is None:
+                self._num_left = num_lines
+                self.store.update_batch(
+                    self.batch_id, total=num_lines, model=model or None
+                )
+                begun = self.store.transition(
+                    self.batch_id,
+                    (api.VALIDATING,),
+                    api.IN_PROGRESS,
+                    in_progress_at=now(),
+                )
+        if why is not None:
+            self.fail(FileErrors.of("token_limit_exceeded", why))
+        elif begun:
             batch_changed(self.row())
-        return True
+        return why is None
 
     async def _wait_until_allowed(self) -> None:
         if self.row()["status"] == api.FINALIZING:

@@ -12,7 +12,7 @@ import collections
 import json
 import tomllib
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from ..batch_api import protocol as api
 from ..store.batch_store import BatchStore, Row
 from ..store.files import FileLock
-from .access.usage import COUNTS, usage_totals
+from .access.usage import COUNTS, num_left, queued_tokens, usage_totals
 from .background import Repeated, in_thread
 from .service import BatchService
 
@@ -127,8 +127,9 @@ class BatchMetrics:
         kinds = [pause_kind(row.get("paused_reason")) for row in active]
         for kind in {*PAUSE_KINDS.values(), OTHER}:
             gauges["batches_paused"].labels(kind).set(kinds.count(kind))
-        gauges["lines_left"].set(sum(map(_num_left, active)))
-        queued = (_queued_tokens(store, row) for row in active)
+        gauges["lines_left"].set(sum(map(num_left, active)))
+        running = (row for row in active if not row.get("paused_reason"))
+        queued = (queued_tokens(store, row) for row in running)
         gauges["queued_tokens"].set(sum(queued))
         gauges["eta_seconds"].set(max(map(self._eta_s, active), default=0))
         gauges["stored_bytes"].set(store.bytes_stored())
@@ -172,7 +173,7 @@ class BatchMetrics:
             # Of a completed batch, those that were given up once it had enough answers.
             outcome = GIVEN_UP if status == api.COMPLETED else status
             if status != api.FAILED:
-                self._add("lines", _num_left(row), endpoint, outcome)
+                self._add("lines", num_left(row), endpoint, outcome)
             if ended_at := row.get(f"{status}_at"):
                 seconds = ended_at - row["created_at"]
                 self._histograms["batch_seconds"].observe(seconds)
@@ -197,22 +198,6 @@ def pause_kind(reason: str | None) -> str | None:
 def _line_errors(row: Row) -> dict[str, int]:
     text = row.get("line_errors")
     return json.loads(text) if text else {}
-
-
-def _num_left(row: Row) -> int:
-    left: int = row["total"] - row["completed"] - row["failed"]
-    return max(0, left)
-
-
-def _queued_tokens(store: BatchStore, row: Row) -> float:
-    if row.get("paused_reason"):
-        return 0.0
-    if num_done := row["completed"] + row["failed"]:
-        tokens: int = row["input_tokens"] + row["output_tokens"]
-        return _num_left(row) * tokens / int(num_done)
-    with suppress(FileNotFoundError):
-        return (store.work_dir(row["id"]) / "input.jsonl").stat().st_size / 4
-    return 0.0
 
 
 @asynccontextmanager

@@ -235,6 +235,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         batches_per_day=limit,
         lines_per_day=limit,
         tokens_per_day=limit,
+        enqueued_tokens=limit,
     )
 
 

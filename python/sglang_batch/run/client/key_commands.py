@@ -13,7 +13,10 @@ from .batch_client import BatchClient, Shown, short_time
 from .client_options import NO_LIMIT
 
 KEYS, LIMITS, USAGE = (f"/offline_batch/{n}" for n in ("keys", "limits", "usage"))
-LIMIT_FIELDS = ("models", "batches_per_day", "lines_per_day", "tokens_per_day")
+LIMIT_FIELDS = (
+    *("models", "batches_per_day", "lines_per_day", "tokens_per_day"),
+    "enqueued_tokens",
+)
 
 Answer = dict[str, Any]
 
@@ -87,7 +90,7 @@ def _limits(options: argparse.Namespace) -> Answer:
 
 def _limits_text(limits: Answer) -> str:
     parts = [
-        f"{limits[field]:,} {field.replace('_per_day', '')}/day"
+        f"{limits[field]:,} {field.replace('_per_', '/').replace('_', ' ')}"
         for field in LIMIT_FIELDS[1:]
         if limits[field] is not None
     ]

@@ -54,15 +54,17 @@ KEY_ROLES = {"client": Role.CLIENT, "admin": Role.ADMIN}
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """The models, adapters, batches, lines and tokens of a client in a day (UTC).
+    """The models and adapters of a client, its batches, lines and tokens in a day (UTC), and
+    the estimated tokens of its batches in progress.
 
-    None: any.
+    None: any. For ``enqueued_tokens``: those of the setting ``max_enqueued_tokens``.
     """
 
     models: tuple[str, ...] | None = None
     batches: int | None = None
     lines: int | None = None
     tokens: int | None = None
+    enqueued_tokens: int | None = None
 
     def model_rules(self, served: Sequence[str] | None) -> ModelRules | None:
         """The check of models, if there is one."""
@@ -401,7 +403,7 @@ def keys_in(store: BatchStore, key_id: str | None = None) -> list[Row]:
     """All keys, or one of them, with their clients' roles and limits. No digests."""
     return store.rows(
         "SELECT keys.id, keys.name, hint, created_at, revoked_at, role, models, batches,"
-        " lines, tokens FROM keys JOIN clients USING (name)"
+        " lines, tokens, enqueued_tokens FROM keys JOIN clients USING (name)"
         " WHERE keys.id = COALESCE(?, keys.id) ORDER BY keys.rowid",
         (key_id,),
     )
@@ -436,9 +438,7 @@ def find_caller(query: Query, sha256: bytes) -> Caller | None:
 
 def find_allowance(query: Query, name: str) -> Allowance:
     """The models and limits of a client: none, unless an admin has set them."""
-    found = query(
-        "SELECT models, batches, lines, tokens FROM clients WHERE name = ?", (name,)
-    )
+    found = query("SELECT * FROM clients WHERE name = ?", (name,))
     return allowance_of(found[0]) if found else UNLIMITED
 
 
@@ -446,7 +446,7 @@ def allowance_of(row: Row) -> Allowance:
     models = row["models"]
     return Allowance(
         models=None if models is None else tuple(json.loads(models)),
-        **{name: row[name] for name in ("batches", "lines", "tokens")},
+        **{n: row[n] for n in ("batches", "lines", "tokens", "enqueued_tokens")},
     )
 
 

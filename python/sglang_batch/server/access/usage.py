@@ -1,11 +1,13 @@
-"""Usage of each client per day (UTC), the check of its limits, and the costs of its batches."""
+"""Usage of each client per day (UTC), the checks of its limits, and the costs of its batches."""
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
+from ...batch_api import protocol as api
 from ...batch_api.objects import computed_usage, dollars
 from ...errors import ApiError
 from ...store.batch_store import BatchStore, Query, Row, now
@@ -117,6 +119,55 @@ def tokens_used_up(store: BatchStore, name: str) -> str | None:
     return (
         f"The limit of {limit:,} tokens per day of its API key is used up. It continues "
         "at midnight UTC."
+    )
+
+
+def num_left(row: Row) -> int:
+    """The lines of a batch without a result."""
+    left: int = row["total"] - row["completed"] - row["failed"]
+    return max(0, left)
+
+
+def queued_tokens(store: BatchStore, row: Row) -> float:
+    """About the tokens of a batch's lines without a result: by its other lines if it has
+    any, or else a token for four bytes of its input."""
+    if num_done := row["completed"] + row["failed"]:
+        tokens: int = row["input_tokens"] + row["output_tokens"]
+        return num_left(row) * tokens / int(num_done)
+    with suppress(FileNotFoundError):
+        return (store.work_dir(row["id"]) / "input.jsonl").stat().st_size / 4
+    return 0.0
+
+
+def enqueued_refusal(
+    store: BatchStore, row: Row, default: int | None, model: str | None
+) -> str | None:
+    """Why a batch may not be in progress next to those of its owner, None if it may.
+
+    Args:
+        default: the most tokens of a client without a limit of its own. None: any.
+    """
+    owner = row["owner"]
+    limit = find_allowance(store.rows, owner).enqueued_tokens
+    limit = default if limit is None else limit
+    if limit is None:
+        return None
+    others = (r for r in store.batches_in((api.IN_PROGRESS,)) if r["owner"] == owner)
+    used = round(sum(queued_tokens(store, other) for other in others))
+    asked = round(queued_tokens(store, row))
+    if used + asked <= limit:
+        return None
+    # As OpenAI's begins and ends, which programs look for.
+    return (
+        f"Enqueued token limit reached for {model or 'this server'} by "
+        f"{f'the API key {owner!r}' if owner else 'calls without a named key'}. "
+        f"Limit: {limit:,} enqueued tokens, of which in_progress batches have about "
+        f"{used:,} and this one needs {asked:,}. Please try again "
+        + (
+            "once some in_progress batches have been completed."
+            if asked <= limit
+            else "with a smaller file, or ask the admin of this server for a higher limit."
+        )
     )
 
 

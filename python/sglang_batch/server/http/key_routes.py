@@ -28,6 +28,7 @@ LIMITS = {
     "batches": "batches_per_day",
     "lines": "lines_per_day",
     "tokens": "tokens_per_day",
+    "enqueued_tokens": "enqueued_tokens",
 }
 
 router = APIRouter(route_class=OurRoute, responses=docs.OPENAI_ERRORS, tags=["Keys"])

@@ -206,6 +206,8 @@ class ClientLimits(_RequestBody):
     lines_per_day: DailyLimit | None = None
     tokens_per_day: DailyLimit | None = None
     """Days are UTC. Null: no limit. A field that is left out keeps its value."""
+    enqueued_tokens: DailyLimit | None = None
+    """Most estimated tokens of its batches in progress. Null: `max_enqueued_tokens`."""
 
 
 class NewApiKey(ClientLimits):

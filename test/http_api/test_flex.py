@@ -21,7 +21,12 @@ class Calls:
     """An application whose calls end when they are told to, behind the layer."""
 
     def __init__(self, most: int, in_batches: int = 0) -> None:
-        engine = SimpleNamespace(max_running_requests=most)
+        self.lines = ["line"] * in_batches
+
+        async def running_s() -> dict[str, float]:
+            return {f"{number}": 1.0 for number, _ in enumerate(self.lines)}
+
+        engine = SimpleNamespace(max_running_requests=most, running_s=running_s)
         self.runner = SimpleNamespace(engine=engine, num_in_engine=in_batches)
         app = FastAPI()
         app.state.offline_batch_service = SimpleNamespace(runner=self.runner)
@@ -76,7 +81,7 @@ def in_loop(scenario: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Non
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("in_batches", [0, 1])
+@pytest.mark.parametrize("in_batches", [0, 40, 100])
 def test_next_to_others_they_take_a_small_share(
     monkeypatch: pytest.MonkeyPatch, in_batches: int
 ) -> None:
@@ -98,6 +103,27 @@ def test_next_to_others_they_take_a_small_share(
         for name in "bcd":
             await calls.end(name)
         await asyncio.gather(*calls.tasks.values())
+
+    in_loop(scenario, monkeypatch)
+
+
+def test_next_to_batches_it_is_a_share_of_the_lines_that_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """KV has room for 50 lines, while 2,000 requests could run and as many wait."""
+    monkeypatch.setattr(flex, "_COUNT_S", 0.0)
+
+    async def scenario() -> None:
+        calls = Calls(most=2000, in_batches=2050)
+        calls.lines = calls.lines[:50]
+        for name in "abcd":
+            await calls.start(name, service_tier="flex")
+        assert calls.running == ["a", "b"]
+        calls.lines *= 2
+        await calls.settle()
+        assert calls.running == ["a", "b", "c", "d"]
+        for name in "abcd":
+            await calls.end(name)
 
     in_loop(scenario, monkeypatch)
 

@@ -7,6 +7,8 @@ batches and ordinary calls. One that waits for long is refused, as at OpenAI.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -17,10 +19,12 @@ from .calls import error_at, path_of, with_whole_body
 
 # OpenAI's endpoints that have the field.
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-# Their share of running requests next to others, and how long a call waits.
+# Their share of running requests next to others, how long a call waits, and seconds until
+# the engine is asked again how many lines run.
 SHARE = 0.05
 PATIENCE_S = 60.0
 _LOOK_S = 0.05
+_COUNT_S = 2.0
 _REFUSAL = (
     "Resource unavailable: the server has no room for a flex call now. Try again later, "
     'or with "service_tier": "default".'
@@ -33,6 +37,7 @@ class FlexCalls:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._num_online = self._num_flex = 0
+        self._num_lines, self._counted_at = 0, -math.inf
         self._first_in_line = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,7 +49,7 @@ class FlexCalls:
             runner = scope["app"].state.offline_batch_service.runner
             try:
                 async with asyncio.timeout(PATIENCE_S), self._first_in_line:
-                    while not self._has_room(runner):
+                    while not await self._has_room(runner):
                         await asyncio.sleep(_LOOK_S)
             except TimeoutError:
                 error = ApiError(429, _REFUSAL, code="resource_unavailable")
@@ -58,11 +63,19 @@ class FlexCalls:
             self._num_flex -= is_flex
             self._num_online -= not is_flex
 
-    def _has_room(self, runner: BatchRunner) -> bool:
+    async def _has_room(self, runner: BatchRunner) -> bool:
         most: int = runner.engine.max_running_requests
-        if self._num_online or runner.num_in_engine:
-            most = max(1, min(int(SHARE * most), most - self._num_online))
-        return self._num_flex < most
+        running = most
+        if runner.num_in_engine:
+            # KV may have room for far fewer than can run.
+            if time.monotonic() - self._counted_at > _COUNT_S:
+                self._num_lines = len(await runner.engine.running_s())
+                self._counted_at = time.monotonic()
+            running = min(most, self._num_lines)
+        elif not self._num_online:
+            return self._num_flex < most
+        most = min(int(SHARE * running), most - self._num_online)
+        return self._num_flex < max(1, most)
 
 
 def _is_flex(body: bytes) -> bool:

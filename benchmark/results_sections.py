@@ -382,6 +382,7 @@ SECTIONS = (
         "Single calls, streams, online requests and several jobs at a time.",
         [
             ("online", ALL),
+            ("online_flex", ALL),
             ("doors_trickle", ALL),
             ("doors_stream", ALL),
             ("doors_fair", ALL),

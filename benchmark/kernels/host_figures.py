@@ -50,7 +50,6 @@ def hopper_config(head_dim: int) -> DeviceConfig:
         name="hopper",
         num_sms=H200_SMS,
         flops_per_byte=flops_per_byte,
-        items_per_sm=8,
         min_split_tokens=128,
         task_bytes=task_bytes,
         tiles=configs.pick_tiles("hopper", head_dim, VALUE_BYTES),
@@ -73,7 +72,6 @@ def plan_as_on_h200(
         max_tokens=layout.num_tokens,
         max_nodes=max(1, len(layout.node_parent)),
         max_parts=max_parts(layout, config),
-        max_tile=128 if layout.shape.chunks else 64,
         config=config,
     )
     return planner.plan(*layout.batch())
@@ -165,7 +163,7 @@ def print_computed(computed: Sequence[Computed]) -> None:
 def _small_config() -> DeviceConfig:
     """Short splits and nodes for free, so that small batches use all there is."""
     config = pick_config(torch.device("cpu"), SMALL_HEAD_DIM, 4)
-    return replace(config, num_sms=4, items_per_sm=8, min_split_tokens=16, task_bytes=0)
+    return replace(config, num_sms=8, min_split_tokens=16, task_bytes=0)
 
 
 def error_of(shape: Shape, page_size: int, interpreted: bool) -> float:

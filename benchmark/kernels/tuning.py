@@ -32,7 +32,6 @@ BLOCK_N = (32, 64, 128)
 # K and V are read through the page table, which takes every second stage.
 STAGES = (3, 5, 7)
 WARPS = (4, 8)
-ITEMS_PER_SM = (4, 8, 16)
 MIN_SPLIT = (64, 128, 256)
 ROUNDS = 20
 # Of this search, for the JSON document.
@@ -58,17 +57,13 @@ def neighbours(config: DeviceConfig) -> list[tuple[str, DeviceConfig]]:
         for block_n in BLOCK_N:
             value = tuple(block_n if i == j else tiles.block_n[j] for j in range(3))
             with_tiles(f"block_n of {rows} rows {block_n}", block_n=value)
-    for warps in WARPS:
-        with_tiles(f"num_warps {warps}", num_warps=warps)
-        with_tiles(f"num_warps_wide {warps}", num_warps_wide=warps)
-    for name, values in (
-        ("items_per_sm", ITEMS_PER_SM),
-        ("min_split_tokens", MIN_SPLIT),
-    ):
-        for constant in values:
-            changed = replace(config, **{name: constant})  # type: ignore[arg-type]
-            if changed != config:
-                found.append((f"{name} {constant}", changed))
+        for warps in WARPS:
+            value = tuple(warps if i == j else tiles.num_warps[j] for j in range(3))
+            with_tiles(f"num_warps of {rows} rows {warps}", num_warps=value)
+    for constant in MIN_SPLIT:
+        if constant != config.min_split_tokens:
+            changed = replace(config, min_split_tokens=constant)
+            found.append((f"min_split_tokens {constant}", changed))
     return found
 
 
@@ -160,10 +155,9 @@ def main(
     t = best.tiles
     print(f'\nTILES["{best.name}"]:')
     print(
-        f"    {2 * head_dim}: _tiles({t.block_n}, {t.num_stages}, {t.num_warps}, "
-        f"{t.num_warps_wide}),"
+        f"    {2 * head_dim}: TileConfig({t.block_n}, {t.num_stages}, {t.num_warps}, "
+        f"{t.programs}),"
     )
     print("pick_config:")
-    print(f"    items_per_sm={best.items_per_sm},")
     print(f"    min_split_tokens={best.min_split_tokens},")
     return 0

@@ -60,13 +60,12 @@ Builder = Callable[[Inputs], Variant]
 def max_parts(layout: Layout, config: DeviceConfig) -> int:
     """Parts for every level and token, and for splits."""
     levels = len(layout.shape.counts) + 1
-    return levels * layout.num_tokens + 32 * config.items_per_sm * config.num_sms
+    return levels * layout.num_tokens + 128 * config.num_sms
 
 
 def make_planner(
     inputs: Inputs,
     *,
-    max_tile: int = 64,
     config: DeviceConfig | None = None,
     workspace: Workspace | None = None,
 ) -> AttentionPlanner:
@@ -88,7 +87,6 @@ def make_planner(
             config
             or pick_config(inputs.device, inputs.q.shape[2], inputs.q.dtype.itemsize),
         ),
-        max_tile=max_tile,
         config=config,
         workspace=workspace,
     )
@@ -108,9 +106,8 @@ def timed_plan(
 
 
 def ours(inputs: Inputs, config: DeviceConfig | None = None) -> Variant:
-    """One launch for everything. The grid is fixed, as in a graph for many batches."""
-    max_tile = 128 if inputs.layout.shape.chunks else 64
-    planner = make_planner(inputs, max_tile=max_tile, config=config)
+    """A launch per tile. The grids are fixed, as in a graph for many batches."""
+    planner = make_planner(inputs, config=config)
     plan, plan_us = timed_plan(planner, inputs.layout.batch())
 
     def launch(layer: int) -> None:
@@ -150,14 +147,14 @@ def cascade(inputs: Inputs) -> Variant:
     other = make_planner(inputs, workspace=planner.workspace)
     suffixes = _only(other.plan(*inputs.layout.batch()), ~is_node)
     nodes = _only(plan, is_node)
-    programs = nodes.num_tasks * planner.num_kv_heads
+    grid = [count * planner.num_kv_heads for count in nodes.tile_tasks]
 
     def launch(layer: int) -> None:
         tensors = (
             inputs.q, inputs.k_caches[layer], inputs.v_caches[layer],
             inputs.table, inputs.kv_len, inputs.out,
         )  # fmt: skip
-        attend(programs, nodes, tensors, inputs.scale, None)
+        attend(grid, nodes, tensors, inputs.scale, None)
         run(suffixes, *tensors, inputs.scale)
 
     return Variant(CASCADE, launch, plan, plan_us)
@@ -168,14 +165,16 @@ def _only(plan: AttentionPlan, chosen: np.ndarray) -> AttentionPlan:
     own = torch.from_numpy(plan.task_table[chosen])
     buffers = plan.planner.buffers
     buffers.tasks[: own.numel()] = own.flatten().to(buffers.tasks.device)
-    buffers.header[HEADER_TASKS] = len(own)
-    return replace(plan, num_tasks=len(own))
+    counts = np.bincount(own[:, tasks.TILE], minlength=3)
+    first = HEADER_TASKS + 1
+    buffers.header[first : first + 3] = torch.from_numpy(counts.cumsum())
+    return replace(plan, num_tasks=len(own), tile_tasks=tuple(counts.tolist()))
 
 
 def _chunk_part(inputs: Inputs, shared: bool) -> Callable[[int], None]:
     """A launch of the prefill chunks alone."""
     layout, first = inputs.layout, inputs.layout.shape.num_decodes
-    planner = make_planner(inputs, max_tile=128)
+    planner = make_planner(inputs)
     batch = layout.batch(first)
     if not shared:
         batch = (*batch[:5], np.full_like(batch[5], -1))

@@ -2,7 +2,7 @@
 
 The device buffer of a plan is one int32 tensor that one copy fills:
 
-    header [64] | part_indptr [max_tokens + 1] | gather [max_tokens] | tasks
+    header [64] | part_indptr [max_tokens + 1] | gather, rows [max_tokens] | tasks
 
 Each part starts at a multiple of 64 values. With an accelerator there are two host
 buffers, so that a plan can be written while the previous one is still being copied.
@@ -10,6 +10,7 @@ buffers, so that a plan can be written while the previous one is still being cop
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -29,8 +30,14 @@ ALIGN = 64
 NUM_HOST_BUFFERS = 2
 
 # Indices into the header.
-HEADER_TASKS = 0
-HEADER_TOKENS = 1
+HEADER_TASKS = (
+    0  # and the next three: the first task of each tile, and one past the last
+)
+HEADER_TOKENS = 4
+
+# Programs of a fixed grid per program that is resident. A second round starts where one ends
+# early, and costs little where the items are few.
+ROUNDS = 2
 
 
 def _aligned(size: int) -> int:
@@ -61,18 +68,20 @@ class HostPlan:
 
     def __init__(self, max_tokens: int, max_tasks: int, pinned: bool) -> None:
         gather = ALIGN + _aligned(max_tokens + 1)
-        self.tasks_at = gather + _aligned(max_tokens)
+        rows = gather + _aligned(max_tokens)
+        self.tasks_at = rows + _aligned(max_tokens)
         size = self.tasks_at + max_tasks * NUM_FIELDS
         self.tensor = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
         self.parts = (
             slice(ALIGN),
             slice(ALIGN, ALIGN + max_tokens + 1),
             slice(gather, gather + max_tokens),
+            slice(rows, rows + max_tokens),
             slice(self.tasks_at, size),
         )
         values = self.tensor.numpy()
         parts = (values[part] for part in self.parts)
-        self.header, self.part_indptr, self.gather, tasks = parts
+        self.header, self.part_indptr, self.gather, self.rows, tasks = parts
         self.tasks = tasks.reshape(max_tasks, NUM_FIELDS)
         event = torch.cuda.Event() if pinned else None
         self.sent: torch.cuda.Event | None = event
@@ -99,7 +108,7 @@ class PlanBuffers:
             torch.zeros_like(first.tensor, device=device) if pinned else first.tensor
         )
         parts = (self._device[part] for part in first.parts)
-        self.header, self.part_indptr, self.gather, self.tasks = parts
+        self.header, self.part_indptr, self.gather, self.rows, self.tasks = parts
         self.num_tokens = self.header[HEADER_TOKENS : HEADER_TOKENS + 1]
 
         def ints(size: int) -> np.ndarray:
@@ -138,6 +147,7 @@ class AttentionPlan:
     num_requests: int
     num_tokens: int
     num_tasks: int
+    tile_tasks: tuple[int, ...]  # of each tile, in the order of the table
     num_parts: int
     num_kept_nodes: int
     max_table_row: int
@@ -145,6 +155,7 @@ class AttentionPlan:
     kv_len: np.ndarray  # int32 [num_requests], as planned
     task_table: np.ndarray  # int32 [num_tasks, tasks.NUM_FIELDS], on the host
     gather: np.ndarray  # int32 [num_tokens]: flat query token, on the host
+    rows: np.ndarray  # int32 [num_tokens]: table row in gather order, on the host
     part_indptr: np.ndarray  # int32 [num_tokens + 1] in gather order, on the host
     kv_bytes: int  # read per layer, a shared span counted once
     kv_bytes_unshared: int  # if every request read all of its own KV
@@ -184,8 +195,8 @@ class AttentionPlanner:
         device: of the kernels and their buffers. "cpu" for ``run_reference`` and
             Triton's interpreter.
         max_requests, max_tokens, max_nodes: of one batch.
-        max_tile: rows of the largest tile. 64 suits decodes, 128 prefill chunks. The
-            kernel is compiled for it.
+        max_tile: rows of the largest tile, by default 128, and 64 in float32, whose wide
+            tiles exceed the shared memory of smaller GPUs.
         max_tasks, max_parts: sizes of the task table and the workspace, derived from
             the arguments above by default. A part takes
             ``4 * num_q_heads * (head_dim + 1)`` bytes.
@@ -210,7 +221,7 @@ class AttentionPlanner:
         max_tokens: int,
         max_nodes: int,
         kv_dtype: torch.dtype | None = None,
-        max_tile: int = 64,
+        max_tile: int | None = None,
         max_tasks: int | None = None,
         max_parts: int | None = None,
         config: DeviceConfig | None = None,
@@ -218,6 +229,7 @@ class AttentionPlanner:
     ) -> None:
         self.kv_dtype = kv_dtype or dtype
         self.quantised = self.kv_dtype != dtype
+        max_tile = max_tile or (128 if dtype.itemsize <= 2 else 64)
         check_planner_sizes(
             num_q_heads,
             num_kv_heads,
@@ -252,8 +264,8 @@ class AttentionPlanner:
             self.config.task_bytes,
         )
         self._settings = self._make_settings()
-        # Balanced splits at most double the target number of tasks.
-        splits = 2 * int(self._settings[tasks.TARGET_TASKS])
+        # Balanced splits at most double the number of tasks that run at the same time.
+        splits = 2 * int(self._settings[tasks.PLACES : tasks.PLACES + 3].sum())
         tile_tokens = max_tile // self.group
         tiles = max_requests + -(-max_tokens // tile_tokens) * 2
         self.max_tasks = max_tasks or 2 * (tiles + max_nodes) + splits
@@ -274,23 +286,31 @@ class AttentionPlanner:
         settings[tasks.MAX_TILE] = self.max_tile
         settings[tasks.MIN_SPLIT] = config.min_split_tokens
         settings[tasks.PART_BYTES] = self._part_bytes
-        wanted = config.items_per_sm * config.num_sms
-        settings[tasks.TARGET_TASKS] = max(1, wanted // self.num_kv_heads)
         settings[tasks.TASK_BYTES] = config.task_bytes
         for i, rows in enumerate(tasks.TILE_ROWS):
             # Two products of rows x head_dim per KV token, two FLOPs each step.
             flops = 4 * rows * self.head_dim
-            token_bytes = max(self._kv_bytes, flops // config.flops_per_byte)
+            token_bytes = max(self._kv_bytes, flops // config.flops_per_byte[i])
             settings[tasks.TOKEN_BYTES + i] = token_bytes
             quantum = math.lcm(self.page_size, config.tiles.block_n[i])
             settings[tasks.QUANTUM + i] = quantum
+            places = config.tiles.programs[i] * config.num_sms
+            settings[tasks.PLACES + i] = max(1, places // self.num_kv_heads)
         return settings
 
     @property
-    def fixed_grid(self) -> int:
-        """A grid that fits every plan, for launches captured in a CUDA graph."""
+    def fixed_grid(self) -> tuple[int, ...]:
+        """Programs of each tile that fit every plan, for launches in a CUDA graph."""
         most = self.max_tasks * self.num_kv_heads
-        return max(1, min(most, 16 * self.config.num_sms))
+        smallest = tasks.tile_of(self.group)
+        return tuple(
+            min(most, ROUNDS * self.config.num_sms * programs)
+            if i >= smallest and rows <= self.max_tile
+            else 0
+            for i, (rows, programs) in enumerate(
+                zip(tasks.TILE_ROWS, self.config.tiles.programs, strict=True)
+            )
+        )
 
     def plan(
         self,
@@ -335,7 +355,8 @@ class AttentionPlanner:
         num_tasks, num_parts = results[tasks.NUM_TASKS], results[tasks.NUM_PARTS]
         check_limit("tasks", num_tasks, self.max_tasks)
         check_limit("parts", num_parts, self.max_parts)
-        host.header[HEADER_TASKS] = num_tasks
+        tile_tasks = results[tasks.TILE_TASKS : tasks.TILE_TASKS + 3]
+        host.header[1:HEADER_TOKENS] = list(itertools.accumulate(tile_tasks))
         host.header[HEADER_TOKENS] = num_tokens
         self.buffers.send(host, num_tasks)
         return AttentionPlan(
@@ -343,6 +364,7 @@ class AttentionPlanner:
             num_requests=len(q_len),
             num_tokens=num_tokens,
             num_tasks=num_tasks,
+            tile_tasks=tuple(tile_tasks),
             num_parts=num_parts,
             num_kept_nodes=num_kept,
             max_table_row=int(table_row.max()),
@@ -350,6 +372,7 @@ class AttentionPlanner:
             kv_len=kv_len.copy(),
             task_table=host.tasks[:num_tasks],
             gather=host.gather[:num_tokens],
+            rows=host.rows[:num_tokens],
             part_indptr=host.part_indptr[: num_tokens + 1],
             kv_bytes=results[tasks.KV_TOKENS] * self.token_bytes,
             kv_bytes_unshared=results[tasks.KV_TOKENS_UNSHARED] * self.token_bytes,
@@ -361,8 +384,9 @@ class AttentionPlanner:
         """Write the plan into a host buffer. Returns the number of kept nodes."""
         own = self.buffers
         num_kept = forest.keep_nodes(batch, self._costs, own.layout.keep)
-        forest.lay_out(batch, own.layout, host.gather)
+        gather = host.gather[:num_tokens]
+        forest.lay_out(batch, own.layout, gather, host.rows)
         table = tasks.Table(own.scratch, own.keys, host.tasks, own.results)
         indptr = host.part_indptr[: num_tokens + 1]
-        tasks.emit_tasks(batch, own.layout, self._settings, table, indptr)
+        tasks.emit_tasks(batch, own.layout, gather, self._settings, table, indptr)
         return int(num_kept)

@@ -1,7 +1,7 @@
 """Tile sizes and planning constants per device family.
 
-None of them was measured: they are reasoned defaults. The KV tiles of the loop (K and V x stages) fit into shared memory
-about twice on NVIDIA, so that two programs share a multiprocessor, and once on AMD.
+Each tile of 16, 64 or 128 rows has a binary of its own. Small tiles spend their time on reading
+KV, so several programs share a multiprocessor. None of the sizes was measured.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from sgl_kernel_ext.utils import next_power_of_two
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """How the kernel is compiled: one value per tile of 16, 64 and 128 rows."""
+    """How the kernel is compiled: one value per tile of 16, 64 and 128 rows.
+
+    programs: resident per multiprocessor, from the compiled kernel's registers and shared memory.
+    """
 
     block_n: tuple[int, int, int]  # KV tokens per loop step
     num_stages: tuple[int, int, int]  # loop steps in flight
-    num_warps: int = 4  # where tiles of at most 64 rows are in use
-    num_warps_wide: int = 8  # where tiles of 128 rows are in use
+    num_warps: tuple[int, int, int] = (4, 4, 8)
+    programs: tuple[int, int, int] = (4, 2, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +32,7 @@ class DeviceConfig:
 
     name: str
     num_sms: int  # multiprocessors
-    flops_per_byte: int  # attention FLOPs in the time of one byte of memory traffic
-    items_per_sm: int  # work items per multiprocessor below which spans are split
+    flops_per_byte: tuple[int, int, int]  # by tile, in the time of a byte from memory
     min_split_tokens: int  # shortest split of a span, KV tokens
     task_bytes: int  # bytes one work item could have read while it starts and ends
     tiles: TileConfig
@@ -43,9 +45,9 @@ _SMALL = {
     1024: TileConfig((16, 16, 16), (1, 1, 1)),
 }
 _LARGE = {
-    128: TileConfig((128, 128, 64), (5, 5, 3)),
-    256: TileConfig((64, 64, 64), (5, 5, 3)),
-    512: TileConfig((32, 32, 32), (5, 5, 3)),
+    128: TileConfig((64, 128, 64), (5, 5, 3), programs=(5, 2, 1)),
+    256: TileConfig((64, 64, 64), (3, 5, 3)),
+    512: TileConfig((32, 32, 32), (3, 5, 5), (4, 8, 8), (3, 1, 1)),
     1024: TileConfig((16, 16, 16), (3, 3, 3)),
 }
 _AMD = {
@@ -55,8 +57,7 @@ _AMD = {
     1024: TileConfig((16, 16, 16), (1, 1, 1)),
 }
 # Slots are read before K and V, so Triton keeps the loads of one loop step in flight
-# for every two stages. 5 stages are two steps in flight, in 82 KB at 256 bytes per row
-# (from the compiled kernel, sm_90).
+# for every two stages.
 # By device family, then by bytes of one padded KV row (head_dim x bytes per value).
 TILES: dict[str, dict[int, TileConfig]] = {
     "hopper": _LARGE,
@@ -66,7 +67,7 @@ TILES: dict[str, dict[int, TileConfig]] = {
     "ampere": {
         128: TileConfig((64, 64, 64), (3, 3, 3)),
         256: TileConfig((64, 64, 64), (2, 2, 2)),
-        512: TileConfig((32, 32, 16), (2, 2, 2)),
+        512: TileConfig((32, 32, 16), (2, 2, 2), (4, 8, 8), (3, 1, 1)),
         1024: TileConfig((16, 16, 16), (2, 2, 2)),
     },
     # Ampere without HBM, and Ada: not much more than half of A100's shared memory.
@@ -77,17 +78,18 @@ TILES: dict[str, dict[int, TileConfig]] = {
 }
 
 # flops_per_byte: published dense bf16 rate over memory bandwidth, halved because an
-# attention loop reaches about half of that rate. task_bytes: one multiprocessor's
-# share of the bandwidth x about one microsecond.
-_FAMILIES: dict[str, tuple[int, int]] = {
-    "hopper": (100, 32768),
-    "ampere": (75, 16384),
-    "ada": (75, 8192),
-    "blackwell": (140, 49152),
-    "blackwell_rtx": (65, 8192),
-    "mi300": (120, 16384),
-    "mi350": (140, 32768),
-    "default": (75, 16384),
+# attention loop reaches about half of that rate. On an H200 (4.69 TB/s) tiles of 64 rows reached
+# about 250 TFLOP/s; tiles of 128 rows were not measured. task_bytes: one multiprocessor's share
+# of the bandwidth x about one microsecond.
+_FAMILIES: dict[str, tuple[tuple[int, int, int], int]] = {
+    "hopper": ((100, 53, 100), 32768),
+    "ampere": ((75,) * 3, 16384),
+    "ada": ((75,) * 3, 8192),
+    "blackwell": ((140,) * 3, 49152),
+    "blackwell_rtx": ((65,) * 3, 8192),
+    "mi300": ((120,) * 3, 16384),
+    "mi350": ((140,) * 3, 32768),
+    "default": ((75,) * 3, 16384),
 }
 
 
@@ -118,13 +120,12 @@ def pick_config(device: torch.device, head_dim: int, value_bytes: int) -> Device
     tiles = pick_tiles(family, head_dim, value_bytes)
     if device.type != "cuda":
         # One core runs all tasks, so splitting a span gains nothing.
-        return DeviceConfig(device.type, 1, 16, 1, 1 << 20, 16384, tiles)
+        return DeviceConfig(device.type, 1, (16,) * 3, 1 << 20, 16384, tiles)
     flops_per_byte, task_bytes = _FAMILIES[family]
     return DeviceConfig(
         name=family,
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
         flops_per_byte=flops_per_byte,
-        items_per_sm=8,
         min_split_tokens=128,
         task_bytes=task_bytes,
         tiles=tiles,

@@ -193,7 +193,7 @@ def keep_nodes(batch: Batch, costs: Costs, keep: np.ndarray) -> int:
 
 
 @jit
-def lay_out(batch: Batch, layout: Layout, gather: np.ndarray) -> None:
+def lay_out(batch: Batch, layout: Layout, gather: np.ndarray, rows: np.ndarray) -> None:
     """Order the query tokens so that those below a kept node are contiguous.
 
     Depth first: a node's children in the order of their indices, then its own requests
@@ -201,7 +201,8 @@ def lay_out(batch: Batch, layout: Layout, gather: np.ndarray) -> None:
 
     Args:
         layout: ``keep`` is read, the rest is written.
-        gather: int32 ``[num_tokens]``, written: the flat token of each position.
+        gather, rows: int32 ``[num_tokens]``, written: the flat token of each position and
+            its table row.
     """
     q_len, _, table_row, node_parent, _, request_node = batch
     keep, node_start, node_tokens, node_above, node_row = layout[:5]
@@ -240,4 +241,5 @@ def lay_out(batch: Batch, layout: Layout, gather: np.ndarray) -> None:
         request_start[i] = start
         for j in range(q_len[i]):
             gather[start + j] = token + j
+            rows[start + j] = table_row[i]
         token += q_len[i]

@@ -1,8 +1,9 @@
-"""Runs a plan: one launch for the attention of all work items, one for the merge."""
+"""Runs a plan: a launch for the work items of each tile, and one for the merge."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from sgl_kernel_ext.shared_prefix_attention.attention_plan import AttentionPlan
 from sgl_kernel_ext.shared_prefix_attention.shared_prefix_kernel import (
     shared_prefix_attention_kernel,
 )
+from sgl_kernel_ext.shared_prefix_attention.tasks import TILE_ROWS
 from sgl_kernel_ext.utils import (
     FLOAT_DTYPES,
     check_runnable,
@@ -57,7 +59,7 @@ def run(
     *,
     features: Features = PLAIN,
     lse: torch.Tensor | None = None,
-    grid: int | None = None,
+    grid: Sequence[int] | None = None,
 ) -> None:
     """Attention of one layer for a planned batch.
 
@@ -78,7 +80,7 @@ def run(
         scale: factor of the logits, positive.
         features: of the layer. The kernel is compiled for the value of the cap.
         lse: float32 ``[at least num_tokens, num_q_heads]``, written, natural log.
-        grid: number of programs, by default one per work item. Use
+        grid: programs for each of the three tiles, by default one per work item. Use
             ``planner.fixed_grid`` for a launch that a CUDA graph captures.
 
     Raises:
@@ -88,8 +90,8 @@ def run(
     check_run(plan, tensors, scale, lse, features)
     check_runnable(shared_prefix_attention_kernel, q.device, "run_reference")
     planner = plan.planner
-    programs = plan.num_tasks * planner.num_kv_heads if grid is None else grid
-    attend(programs, plan, tensors, scale, lse, features)
+    every = [count * planner.num_kv_heads for count in plan.tile_tasks]
+    attend(every if grid is None else grid, plan, tensors, scale, lse, features)
     if grid is not None or plan.num_parts > 0:
         most = MERGE_PROGRAMS_PER_SM * planner.config.num_sms
         merge_parts(
@@ -108,7 +110,7 @@ def run(
 
 
 def attend(
-    programs: int,
+    grid: Sequence[int],
     plan: AttentionPlan,
     tensors: Tensors,
     scale: float,
@@ -119,47 +121,47 @@ def attend(
     planner = plan.planner
     q, k_cache, v_cache, table, kv_len, out = tensors
     buffers, workspace, tiles = planner.buffers, planner.workspace, planner.config.tiles
-    wide = planner.max_tile > 64
-    shared_prefix_attention_kernel[(programs,)](
-        buffers.header,
-        buffers.tasks,
-        buffers.gather,
-        buffers.part_indptr,
-        q,
-        k_cache,
-        v_cache,
-        table,
-        kv_len,
-        out,
-        workspace.lse_parts if lse is None else lse,
-        workspace.o_parts,
-        workspace.lse_parts,
-        scale * math.log2(math.e),
-        *q.stride()[:2],
-        *k_cache.stride()[:2],
-        *v_cache.stride()[:2],
-        table.stride(0),
-        *out.stride()[:2],
-        0 if lse is None else lse.stride(0),
-        features.sinks,
-        features.v_scale if planner.quantised else None,
-        NUM_Q_HEADS=planner.num_q_heads,
-        NUM_KV_HEADS=planner.num_kv_heads,
-        HEAD_DIM=planner.head_dim,
-        BLOCK_D=next_power_of_two(planner.head_dim),
-        PAGE_SIZE=planner.page_size,
-        MAX_TILE=planner.max_tile,
-        BLOCK_N_16=tiles.block_n[0],
-        BLOCK_N_64=tiles.block_n[1],
-        BLOCK_N_128=tiles.block_n[2],
-        STAGES_16=tiles.num_stages[0],
-        STAGES_64=tiles.num_stages[1],
-        STAGES_128=tiles.num_stages[2],
-        HAS_LSE=lse is not None,
-        LOGIT_CAP=float(features.logit_cap),
-        PRECISION=dot_precision(planner.dtype, planner.device),
-        num_warps=tiles.num_warps_wide if wide else tiles.num_warps,
-    )
+    # Wide tiles, whose items take longest, come first. All write to places of their own.
+    for tile in (2, 1, 0):
+        if grid[tile]:
+            shared_prefix_attention_kernel[(grid[tile],)](
+                buffers.header,
+                buffers.tasks,
+                buffers.gather,
+                buffers.rows,
+                buffers.part_indptr,
+                q,
+                k_cache,
+                v_cache,
+                table,
+                kv_len,
+                out,
+                workspace.lse_parts if lse is None else lse,
+                workspace.o_parts,
+                workspace.lse_parts,
+                scale * math.log2(math.e),
+                *q.stride()[:2],
+                *k_cache.stride()[:2],
+                *v_cache.stride()[:2],
+                table.stride(0),
+                *out.stride()[:2],
+                0 if lse is None else lse.stride(0),
+                features.sinks,
+                features.v_scale if planner.quantised else None,
+                NUM_Q_HEADS=planner.num_q_heads,
+                NUM_KV_HEADS=planner.num_kv_heads,
+                HEAD_DIM=planner.head_dim,
+                BLOCK_D=next_power_of_two(planner.head_dim),
+                PAGE_SIZE=planner.page_size,
+                TILE=tile,
+                BLOCK_M=TILE_ROWS[tile],
+                BLOCK_N=tiles.block_n[tile],
+                STAGES=tiles.num_stages[tile],
+                HAS_LSE=lse is not None,
+                LOGIT_CAP=float(features.logit_cap),
+                PRECISION=dot_precision(planner.dtype, planner.device),
+                num_warps=tiles.num_warps[tile],
+            )
 
 
 def dot_precision(dtype: torch.dtype, device: torch.device) -> str:

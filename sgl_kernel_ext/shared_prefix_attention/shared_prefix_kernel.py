@@ -25,7 +25,7 @@ TABLE_ROW = tl.constexpr(tasks.TABLE_ROW)
 FIRST_POSITION = tl.constexpr(tasks.FIRST_POSITION)
 TAIL_OF = tl.constexpr(tasks.TAIL_OF)
 PART = tl.constexpr(tasks.PART)
-TILE = tl.constexpr(tasks.TILE)
+PACKED = tl.constexpr(tasks.PACKED)
 
 
 @triton.jit
@@ -33,6 +33,7 @@ def shared_prefix_attention_kernel(
     header_ptr,
     tasks_ptr,
     gather_ptr,
+    rows_ptr,
     indptr_ptr,
     q_ptr,
     k_ptr,
@@ -61,65 +62,36 @@ def shared_prefix_attention_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    MAX_TILE: tl.constexpr,
-    BLOCK_N_16: tl.constexpr,
-    BLOCK_N_64: tl.constexpr,
-    BLOCK_N_128: tl.constexpr,
-    STAGES_16: tl.constexpr,
-    STAGES_64: tl.constexpr,
-    STAGES_128: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
     HAS_LSE: tl.constexpr,
     LOGIT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Programs stride over the work items; any grid gives the same result."""
-    num_items = tl.load(header_ptr + HEADER_TASKS) * NUM_KV_HEADS
+    """The tasks of one tile. Programs stride over the work items; any grid gives the same."""
+    i_first = tl.load(header_ptr + HEADER_TASKS + TILE)
+    num_items = (tl.load(header_ptr + HEADER_TASKS + TILE + 1) - i_first) * NUM_KV_HEADS
     for i_item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        i_task = i_item // NUM_KV_HEADS
         i_kv_head = tl.full([], 0, tl.int64) + i_item % NUM_KV_HEADS
-        p_task = tasks_ptr + i_task * NUM_FIELDS
-        i_tile = tl.load(p_task + TILE)
-        p_k = k_ptr + i_kv_head * stride_kh
-        p_v = v_ptr + i_kv_head * stride_vh
-        # One launch runs all tile sizes. Each branch is compiled for its own.
-        if i_tile == 0:
-            _attend(
-                p_task, gather_ptr, indptr_ptr, i_kv_head,
-                q_ptr, p_k, p_v, table_ptr, kv_len_ptr,
-                out_ptr, lse_ptr, o_parts_ptr, lse_parts_ptr, scale_log2,
-                stride_qt, stride_qh, stride_kt, stride_vt, stride_table,
-                stride_ot, stride_oh, stride_lt, sinks_ptr, v_scale,
-                NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE,
-                16, BLOCK_N_16, STAGES_16, False, HAS_LSE, LOGIT_CAP, PRECISION,
-            )  # fmt: skip
-        if MAX_TILE >= 64:  # noqa: SIM102 - decided when compiling
-            if i_tile == 1:
-                _attend(
-                    p_task, gather_ptr, indptr_ptr, i_kv_head,
-                    q_ptr, p_k, p_v, table_ptr, kv_len_ptr,
-                    out_ptr, lse_ptr, o_parts_ptr, lse_parts_ptr, scale_log2,
-                    stride_qt, stride_qh, stride_kt, stride_vt, stride_table,
-                    stride_ot, stride_oh, stride_lt, sinks_ptr, v_scale,
-                    NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE,
-                    64, BLOCK_N_64, STAGES_64, False, HAS_LSE, LOGIT_CAP, PRECISION,
-                )  # fmt: skip
-        if MAX_TILE >= 128:  # noqa: SIM102 - decided when compiling
-            if i_tile == 2:
-                _attend(
-                    p_task, gather_ptr, indptr_ptr, i_kv_head,
-                    q_ptr, p_k, p_v, table_ptr, kv_len_ptr,
-                    out_ptr, lse_ptr, o_parts_ptr, lse_parts_ptr, scale_log2,
-                    stride_qt, stride_qh, stride_kt, stride_vt, stride_table,
-                    stride_ot, stride_oh, stride_lt, sinks_ptr, v_scale,
-                    NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE,
-                    128, BLOCK_N_128, STAGES_128, True, HAS_LSE, LOGIT_CAP, PRECISION,
-                )  # fmt: skip
+        _attend(
+            tasks_ptr + (i_first + i_item // NUM_KV_HEADS) * NUM_FIELDS,
+            gather_ptr, rows_ptr, indptr_ptr, i_kv_head,
+            q_ptr, k_ptr + i_kv_head * stride_kh, v_ptr + i_kv_head * stride_vh,
+            table_ptr, kv_len_ptr, out_ptr, lse_ptr, o_parts_ptr, lse_parts_ptr,
+            scale_log2, stride_qt, stride_qh, stride_kt, stride_vt, stride_table,
+            stride_ot, stride_oh, stride_lt, sinks_ptr, v_scale,
+            NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE,
+            BLOCK_M, BLOCK_N, STAGES, HAS_LSE, LOGIT_CAP, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit
 def _attend(
     p_task,
     gather_ptr,
+    rows_ptr,
     indptr_ptr,
     i_kv_head,
     q_ptr,
@@ -150,17 +122,21 @@ def _attend(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    TWO_LOOPS: tl.constexpr,
     HAS_LSE: tl.constexpr,
     LOGIT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One task and KV head in a tile of ``BLOCK_M`` rows.
 
-    With ``TWO_LOOPS`` the blocks that need no mask have a loop of their own. That
-    saves arithmetic. A tile that spends its time on reading KV is faster with one
-    loop, which fills its pipeline once.
+    In wide tiles the blocks that need no mask have a loop of their own. That saves
+    arithmetic. A tile that spends its time on reading KV is faster with one loop,
+    which fills its pipeline once.
+
+    A tile of 16 rows may hold packed suffixes of several requests. Its loop goes on from the
+    last block of one request to the first of the next.
     """
+    PACKS: tl.constexpr = BLOCK_M == 16
+    TWO_LOOPS: tl.constexpr = BLOCK_M == 128
     GROUP: tl.constexpr = NUM_Q_HEADS // NUM_KV_HEADS
     i_start = tl.load(p_task + START)
     num_rows = tl.load(p_task + COUNT) * GROUP
@@ -169,7 +145,7 @@ def _attend(
     i_position = tl.load(p_task + FIRST_POSITION)
     i_tail_of = tl.load(p_task + TAIL_OF)
     i_part = tl.load(p_task + PART)
-    p_table = table_ptr + tl.load(p_task + TABLE_ROW).to(tl.int64) * stride_table
+    i_table_row = tl.load(p_task + TABLE_ROW)
     if i_tail_of >= 0:
         i_end = tl.load(kv_len_ptr + i_tail_of).to(tl.int32)
 
@@ -188,6 +164,19 @@ def _attend(
 
     # The first KV position after those that a row attends to.
     b_limit = tl.minimum(i_position + 1 + o_row // GROUP, i_end)
+    # Of the row's request in a packed task: where the loop's count reaches it, and its table row.
+    b_first = tl.full([BLOCK_M], 0, tl.int32) + i_begin
+    b_row = tl.full([BLOCK_M], 0, tl.int32) + i_table_row
+    if PACKS:  # noqa: SIM102 - decided when compiling
+        if i_tail_of == PACKED:
+            b_len = tl.load(kv_len_ptr + o_token, mask=m_row, other=0).to(tl.int32)
+            b_len = tl.where(m_row, b_len - i_begin, 0)
+            b_blocks = tl.where(o_row % GROUP == 0, tl.cdiv(b_len, BLOCK_N), 0)
+            b_next = i_begin + tl.cumsum(b_blocks, axis=0) * BLOCK_N
+            b_first = b_next - tl.cdiv(b_len, BLOCK_N) * BLOCK_N
+            b_limit = b_first + b_len
+            b_row = tl.load(rows_ptr + o_gather, mask=m_row, other=0)
+            i_end = tl.max(b_limit, axis=0)
     b_top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     if sinks_ptr is not None:  # noqa: SIM102 - decided when compiling
@@ -202,15 +191,17 @@ def _attend(
         i_masked = i_begin + num_clear // BLOCK_N * BLOCK_N
         for i_block in tl.range(i_begin, i_masked, BLOCK_N, num_stages=STAGES):
             b_top, b_sum, b_acc = _step(
-                b_q, b_top, b_sum, b_acc, b_limit, i_block, i_end,
-                k_ptr, v_ptr, p_table, scale_log2, stride_kt, stride_vt,
-                HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, False, LOGIT_CAP, PRECISION,
+                b_q, b_top, b_sum, b_acc, b_first, b_limit, b_row,
+                i_begin, i_block, i_end, i_table_row,
+                k_ptr, v_ptr, table_ptr, scale_log2, stride_kt, stride_vt, stride_table,
+                HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, False, False, LOGIT_CAP, PRECISION,
             )  # fmt: skip
     for i_block in tl.range(i_masked, i_end, BLOCK_N, num_stages=STAGES):
         b_top, b_sum, b_acc = _step(
-            b_q, b_top, b_sum, b_acc, b_limit, i_block, i_end,
-            k_ptr, v_ptr, p_table, scale_log2, stride_kt, stride_vt,
-            HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, True, LOGIT_CAP, PRECISION,
+            b_q, b_top, b_sum, b_acc, b_first, b_limit, b_row,
+            i_begin, i_block, i_end, i_table_row,
+            k_ptr, v_ptr, table_ptr, scale_log2, stride_kt, stride_vt, stride_table,
+            HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, True, PACKS, LOGIT_CAP, PRECISION,
         )  # fmt: skip
 
     # A row without any position has sum 0, so output 0 and lse -inf.
@@ -240,27 +231,43 @@ def _step(
     b_top,
     b_sum,
     b_acc,
+    b_first,
     b_limit,
+    b_row,
+    i_begin,
     i_block,
     i_end,
+    i_table_row,
     k_ptr,
     v_ptr,
-    p_table,
+    table_ptr,
     scale_log2,
     stride_kt,
     stride_vt,
+    stride_table,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
+    PACKS: tl.constexpr,
     LOGIT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Add ``BLOCK_N`` KV positions to the running softmax of the rows."""
     o_position = i_block + tl.arange(0, BLOCK_N)
+    if PACKS:
+        # All rows that attend to this block are of one request.
+        m_own = (b_first <= i_block) & (i_block < b_limit)
+        b_limit = tl.where(m_own, b_limit, 0)
+        i_end = tl.max(b_limit, axis=0)
+        i_table_row = tl.max(tl.where(m_own, b_row, 0), axis=0)
+        i_skipped = tl.max(tl.where(m_own, b_first, 0), axis=0) - i_begin
     # Past the end the last token is read again, so that K and V need no mask.
     o_read = tl.minimum(o_position, i_end - 1) if MASKED else o_position
+    if PACKS:
+        o_read -= i_skipped
+    p_table = table_ptr + i_table_row.to(tl.int64) * stride_table
     b_page = tl.load(p_table + o_read // PAGE_SIZE).to(tl.int64)
     o_slot = b_page * PAGE_SIZE + o_read % PAGE_SIZE
     o_dim = tl.arange(0, BLOCK_D)

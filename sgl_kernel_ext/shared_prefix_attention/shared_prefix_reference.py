@@ -7,6 +7,8 @@ on their device before they are used.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
@@ -94,7 +96,7 @@ def run_reference(
     indptr = torch.from_numpy(plan.part_indptr).to(q.device)
     first_part = indptr.long()
     lengths = kv_len.tolist()
-    for task in plan.task_table.tolist():
+    for task in _without_packing(plan):
         start, count = task[tasks.START], task[tasks.COUNT]
         part_out, part_lse = _attend(
             task,
@@ -119,6 +121,20 @@ def run_reference(
             workspace.lse_parts[slots] = part_lse
     parts = workspace.o_parts, workspace.lse_parts
     merge_parts_ref(*parts, indptr, gather, out, lse, features.sinks)
+
+
+def _without_packing(plan: AttentionPlan) -> Iterator[list[int]]:
+    """The tasks, those of packed suffixes as one for each request."""
+    for task in plan.task_table.tolist():
+        if task[tasks.TAIL_OF] != tasks.PACKED:
+            yield task
+            continue
+        for place in range(task[tasks.START], task[tasks.START] + task[tasks.COUNT]):
+            own = task.copy()
+            own[tasks.START], own[tasks.COUNT] = place, 1
+            own[tasks.TABLE_ROW] = int(plan.rows[place])
+            own[tasks.TAIL_OF] = int(plan.gather[place])
+            yield own
 
 
 def _attend(
@@ -235,7 +251,7 @@ def try_out(
     )  # fmt: skip
     out = torch.empty_like(q)
 
-    def launch(plan: AttentionPlan, grid: int | None) -> None:
+    def launch(plan: AttentionPlan, grid: tuple[int, ...] | None) -> None:
         tensors = q, k_cache, v_cache, table, lengths, out
         run(plan, *tensors, scale, features=features, grid=grid)
 

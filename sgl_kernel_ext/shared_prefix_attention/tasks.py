@@ -3,14 +3,16 @@
 A task is a range of query tokens in gather order x a span of KV positions of one table
 row. A node task has all tokens below a kept node x the node's span. A suffix task has
 tokens of one request x a span after its deepest kept node. A task's query tokens fit
-into one tile of 16, 64 or 128 rows (tokens x query heads per KV head). A task and a KV
-head are one work item of the kernel.
+into one tile of 16, 64 or 128 rows (tokens x query heads per KV head), each of which is a
+launch of its own. A task and a KV head are one work item of the kernel.
 
     positions   0 ........ begin ........................ kv_len
                 | node task | suffix, split 0 | split 1 (tail) |
 
 The last split of a decode's suffix is a tail. Its end is read on the device from the
-request's KV length, so the table stays valid while requests only grow.
+request's KV length, so the table stays valid while requests only grow. Short suffixes of
+decodes below one node are packed into one task, whose loop reads them one after another. All
+of their ends are read on the device.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ KV_BEGIN = 2  # first KV position
 KV_END = 3  # one past the last KV position; for a tail, the planned one
 TABLE_ROW = 4
 FIRST_POSITION = 5  # of the first query token where the span is causal, or NO_CAUSAL
-TAIL_OF = 6  # request whose KV length is the end, or -1
+TAIL_OF = 6  # request whose KV length is the end, PACKED, or -1
 PART = 7  # index of the result among the parts of a token, or -1: the output itself
 TILE = 8  # index into TILE_ROWS
 IS_NODE = 9
@@ -38,6 +40,11 @@ NUM_FIELDS = 10
 # No KV position comes after it: nothing is masked.
 NO_CAUSAL = 1 << 30
 
+# The task has a suffix of each of its query tokens, which are requests. Its KV_END is
+# KV_BEGIN plus the sum of their planned lengths.
+PACKED = -2
+PACK_TOKENS = 128  # longest suffix that is packed
+
 TILE_ROWS = (16, 64, 128)
 
 # Indices into the settings of emit_tasks.
@@ -45,11 +52,12 @@ GROUP = 0  # query heads per KV head
 MAX_TILE = 1  # rows of the largest tile in use
 MIN_SPLIT = 2  # KV tokens
 PART_BYTES = 3  # of one query row's partial result, written and read
-TARGET_TASKS = 4  # fewer than this, and long spans are split
-TASK_BYTES = 5  # cost of starting a task, as bytes of KV
-TOKEN_BYTES = 6  # for each of the three tiles, cost of one KV token, as bytes of KV
-QUANTUM = 9  # for each of the three tiles, the unit of split lengths, in KV tokens
-NUM_SETTINGS = 12
+TASK_BYTES = 4  # cost of starting a task, as bytes of KV
+# One value for each of the three tiles:
+TOKEN_BYTES = 5  # cost of one KV token, as bytes of KV that take the time
+QUANTUM = 8  # the unit of split lengths, in KV tokens
+PLACES = 11  # tasks that run at the same time
+NUM_SETTINGS = 14
 
 # Indices into the results of emit_tasks.
 NUM_TASKS = 0
@@ -58,13 +66,15 @@ KV_TOKENS = 2  # read, each shared span counted once
 KV_TOKENS_UNSHARED = 3  # if every request read all of its own KV
 COST = 4  # of the plan, as bytes of KV of one KV head
 COST_UNSHARED = 5
-NUM_TAILS = 6
-NUM_RESULTS = 7
+NUM_TAILS = 6  # requests whose end is read on the device
+TILE_TASKS = 7  # for each of the three tiles
+NUM_RESULTS = 10
 
 # A split moves at least this many times the bytes of the partial result it adds.
 SPLIT_PAYS = 4
 
-# Sort keys hold the cost above the index.
+# Sort keys hold the tile above the cost above the index.
+TILE_BIT = 61
 INDEX_BITS = 20
 MAX_TASKS = 1 << INDEX_BITS
 
@@ -93,14 +103,17 @@ def span_cost(tokens: int, tiles: int, span: int, settings: np.ndarray) -> int:
 
 
 @jit
-def split_length(tokens: int, span: int, budget: int, settings: np.ndarray) -> int:
-    """KV tokens per split, for splits that cost about the budget."""
+def split_length(
+    tokens: int, span: int, budgets: np.ndarray, settings: np.ndarray
+) -> int:
+    """KV tokens per split, for splits that cost about the budget of their tile."""
     rows = tokens * settings[GROUP]
     tile = tile_of(rows)
     token_bytes = settings[TOKEN_BYTES + tile]
     pays = SPLIT_PAYS * rows * settings[PART_BYTES] // token_bytes
-    wanted = max(budget // token_bytes, settings[MIN_SPLIT], pays)
-    splits = (span + wanted - 1) // wanted
+    # Rounded to the nearest number: one more than the places would start a second round.
+    splits = (span * token_bytes + budgets[tile] // 2) // budgets[tile]
+    splits = min(splits, span // max(settings[MIN_SPLIT], pays))
     if splits <= 1:
         return max(span, 1)
     quantum = settings[QUANTUM + tile]
@@ -114,7 +127,7 @@ class Table(NamedTuple):
 
     scratch: np.ndarray  # int32 [max_tasks, NUM_FIELDS], in the order of adding
     keys: np.ndarray  # int64 [max_tasks], for sorting
-    tasks: np.ndarray  # int32 [max_tasks, NUM_FIELDS], largest first
+    tasks: np.ndarray  # int32 [max_tasks, NUM_FIELDS], by tile, largest first
     results: np.ndarray  # int64 [NUM_RESULTS]
 
 
@@ -146,11 +159,14 @@ def add_tasks(
         cost = (kv_end - kv_begin) * settings[TOKEN_BYTES + tile]
         index = results[NUM_TASKS]
         results[NUM_TASKS] += 1
-        results[COST] += cost + settings[TASK_BYTES]
+        results[TILE_TASKS + tile] += 1
+        # Packing saves starts without sharing as well, so it is no gain of sharing.
+        starts = count if tail_of == PACKED else 1
+        results[COST] += cost + starts * settings[TASK_BYTES]
         if index >= len(tasks):
             continue
-        is_tail = tail_of >= 0 and i == splits - 1
-        results[NUM_TAILS] += is_tail
+        is_tail = tail_of != -1 and i == splits - 1
+        results[NUM_TAILS] += count if is_tail else 0
         task = tasks[index]
         task[START] = start
         task[COUNT] = count
@@ -164,26 +180,28 @@ def add_tasks(
         task[PART] = -1 if direct else part + i
         task[TILE] = tile
         task[IS_NODE] = is_node
-        # Sorted in descending order: the most expensive ones first, then in the order
-        # of adding.
-        keys[index] = cost << INDEX_BITS | (MAX_TASKS - 1 - index)
+        # Sorted in descending order: small tiles first, then the most expensive ones,
+        # then in the order of adding.
+        key = cost << INDEX_BITS | (MAX_TASKS - 1 - index)
+        keys[index] = (2 - tile) << TILE_BIT | key
     return splits
 
 
 @jit
-def split_budget(batch: Batch, layout: Layout, settings: np.ndarray) -> int:
-    """The most that a task should cost, so that there are enough tasks."""
+def split_budgets(batch: Batch, layout: Layout, settings: np.ndarray) -> np.ndarray:
+    """What a task of each tile should cost, so that the tile's launch fills its places."""
     q_len, kv_len, node_end = batch.q_len, batch.kv_len, batch.node_end
     node_above, node_tokens = layout.node_above, layout.node_tokens
     request_above = layout.request_above
-    total = 0
+    totals = np.zeros(3, np.int64)
     for node in range(len(node_end)):
         if layout.keep[node]:
             above = node_above[node]
             span = node_end[node] - (node_end[above] if above >= 0 else 0)
             count = tokens_per_tile(node_tokens[node], settings)
             tiles = (node_tokens[node] + count - 1) // count
-            total += span_cost(count, tiles, span, settings)
+            tile = tile_of(count * settings[GROUP])
+            totals[tile] += span_cost(count, tiles, span, settings)
     for i in range(len(q_len)):
         above = request_above[i]
         begin = node_end[above] if above >= 0 else 0
@@ -191,14 +209,19 @@ def split_budget(batch: Batch, layout: Layout, settings: np.ndarray) -> int:
         tiles = (q_len[i] + count - 1) // count
         # The tiles of a chunk attend to half of the chunk on average.
         span = kv_len[i] - begin - (q_len[i] - count) // 2
-        total += span_cost(count, tiles, span, settings)
-    budget: int = total // settings[TARGET_TASKS]
-    return budget
+        tile = tile_of(count * settings[GROUP])
+        totals[tile] += span_cost(count, tiles, span, settings)
+    budgets: np.ndarray = np.maximum(1, totals // settings[PLACES : PLACES + 3])
+    return budgets
 
 
 @jit
 def add_node_tasks(
-    batch: Batch, layout: Layout, budget: int, settings: np.ndarray, table: Table
+    batch: Batch,
+    layout: Layout,
+    budgets: np.ndarray,
+    settings: np.ndarray,
+    table: Table,
 ) -> np.ndarray:
     """Add all node tasks. Returns the parts per token of each node and those above.
 
@@ -214,7 +237,7 @@ def add_node_tasks(
         begin = node_end[above] if above >= 0 else 0
         end = node_end[node]
         count = tokens_per_tile(node_tokens[node], settings)
-        length = split_length(count, end - begin, budget, settings)
+        length = split_length(count, end - begin, budgets, settings)
         stop = node_start[node] + node_tokens[node]
         part = parts_up_to[above]
         splits = 0
@@ -231,11 +254,32 @@ def add_node_tasks(
 
 
 @jit
+def pack(
+    at: int, batch: Batch, layout: Layout, gather: np.ndarray, budget: int, group: int
+) -> tuple[int, int]:
+    """How many decodes from a position in gather order on are one task, and their suffixes'
+    tokens, at most ``budget`` if there are several."""
+    above = layout.request_above[gather[at]]
+    begin = batch.node_end[above] if above >= 0 else 0
+    count, tokens = 0, 0
+    for place in range(at, min(len(gather), at + TILE_ROWS[0] // group)):
+        request = gather[place]
+        own = batch.kv_len[request] - begin
+        if layout.request_above[request] != above or own > PACK_TOKENS:
+            break
+        if tokens + own > budget:
+            break
+        count, tokens = count + 1, tokens + own
+    return count, tokens
+
+
+@jit
 def add_suffix_tasks(
     batch: Batch,
     layout: Layout,
+    gather: np.ndarray,
     parts_up_to: np.ndarray,
-    budget: int,
+    budgets: np.ndarray,
     settings: np.ndarray,
     table: Table,
     counts: np.ndarray,  # int32 [num_tokens], written: parts in gather order
@@ -244,25 +288,42 @@ def add_suffix_tasks(
     q_len, kv_len, node_end = batch.q_len, batch.kv_len, batch.node_end
     request_start, request_above = layout.request_start, layout.request_above
     results = table.results
-    for i in range(len(q_len)):
+    only_decodes = len(gather) == len(q_len)
+    packed = 0  # requests still to come of the last packed task
+    for k in range(len(q_len)):
+        i = gather[k] if only_decodes else k
         above = request_above[i]
         begin = node_end[above] if above >= 0 else 0
         tail_of = i if q_len[i] == 1 else -1
         count = tokens_per_tile(q_len[i], settings)
         part = parts_up_to[above]
+        if only_decodes and packed == 0 and kv_len[i] - begin <= PACK_TOKENS:
+            most = budgets[0] // settings[TOKEN_BYTES]
+            packed, tokens = pack(k, batch, layout, gather, most, settings[GROUP])
+            if packed > 1:
+                add_tasks(
+                    k, packed, begin, begin + tokens, tokens, 0, NO_CAUSAL, PACKED,
+                    part, False, settings, table,
+                )  # fmt: skip
+                counts[k : k + packed] = 0 if part == 0 else part + 1
+            else:
+                packed = 0
         for first in range(0, q_len[i], count):
             here = min(count, q_len[i] - first)
             start = request_start[i] + first
             position = kv_len[i] - q_len[i] + first
             end = position + here
-            length = split_length(here, end - begin, budget, settings)
+            results[COST_UNSHARED] += settings[TASK_BYTES]
+            results[COST_UNSHARED] += span_cost(here, 1, end, settings)
+            if packed > 0:
+                continue
+            length = split_length(here, end - begin, budgets, settings)
             parts = part + add_tasks(
                 start, here, begin, end, length, batch.table_row[i], position, tail_of,
                 part, False, settings, table,
             )  # fmt: skip
             counts[start : start + here] = 0 if parts == 1 else parts
-            results[COST_UNSHARED] += settings[TASK_BYTES]
-            results[COST_UNSHARED] += span_cost(here, 1, end, settings)
+        packed = max(0, packed - 1)
         results[KV_TOKENS] += kv_len[i] - begin
         results[KV_TOKENS_UNSHARED] += kv_len[i]
 
@@ -271,6 +332,7 @@ def add_suffix_tasks(
 def emit_tasks(
     batch: Batch,
     layout: Layout,
+    gather: np.ndarray,  # int32 [num_tokens]
     settings: np.ndarray,  # int64 [NUM_SETTINGS]
     table: Table,  # written
     indptr: np.ndarray,  # int32 [num_tokens + 1], written: parts in gather order
@@ -282,9 +344,11 @@ def emit_tasks(
     """
     _, keys, tasks, results = table
     results[:] = 0
-    budget = split_budget(batch, layout, settings)
-    parts_up_to = add_node_tasks(batch, layout, budget, settings, table)
-    add_suffix_tasks(batch, layout, parts_up_to, budget, settings, table, indptr[1:])
+    budgets = split_budgets(batch, layout, settings)
+    parts_up_to = add_node_tasks(batch, layout, budgets, settings, table)
+    add_suffix_tasks(
+        batch, layout, gather, parts_up_to, budgets, settings, table, indptr[1:]
+    )
     indptr[0] = 0
     for j in range(len(indptr) - 1):
         indptr[j + 1] += indptr[j]

@@ -23,11 +23,10 @@ from sgl_kernel_ext.shared_prefix_attention import (
 SMALL = DeviceConfig(
     name="test",
     num_sms=4,
-    flops_per_byte=100,
-    items_per_sm=8,
+    flops_per_byte=(100, 100, 100),
     min_split_tokens=16,
     task_bytes=0,
-    tiles=TileConfig((16, 32, 32), (1, 1, 1)),
+    tiles=TileConfig((16, 32, 32), (1, 1, 1), programs=(8, 8, 8)),
 )
 
 

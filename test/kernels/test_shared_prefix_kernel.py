@@ -36,7 +36,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 
-def check_run(batch: Batch, planner: AttentionPlanner, grid: int | None = None) -> None:
+def check_run(
+    batch: Batch, planner: AttentionPlanner, grid: tuple[int, ...] | None = None
+) -> None:
     """AttentionPlan, run into poisoned memory, and compare."""
     plan = planner.plan(*batch.planned())
     out, lse = poisoned_outputs(batch, plan)
@@ -85,7 +87,7 @@ def test_wide_tiles_with_and_without_a_mask() -> None:
 
 def test_rows_that_see_nothing_of_a_split() -> None:
     """With pages this long a split may begin inside a chunk's own tokens."""
-    batch = make_batch(own_len=[266], q_len=[20], page_size=256)
+    batch = make_batch(own_len=[522], q_len=[20], page_size=256)
     planner = make_planner(batch)
     table = planner.plan(*batch.planned()).task_table
     assert (table[:, fields.KV_BEGIN] > table[:, fields.FIRST_POSITION]).any()
@@ -99,7 +101,7 @@ def test_any_grid_gives_the_same(grid: int) -> None:
     exact, exact_lse = poisoned_outputs(batch, plan)
     run(plan, *batch.tensors(), exact, batch.scale, lse=exact_lse)
     out, lse = poisoned_outputs(batch, plan)
-    run(plan, *batch.tensors(), out, batch.scale, lse=lse, grid=grid)
+    run(plan, *batch.tensors(), out, batch.scale, lse=lse, grid=(grid,) * 3)
     assert torch.equal(out, exact)
     assert torch.equal(lse, exact_lse)
 
@@ -312,3 +314,50 @@ def test_a_kernel_that_writes_nothing_fails_its_trial(
     monkeypatch.setattr(shared_prefix_reference, "run", lambda *args, **kwargs: None)
     with pytest.raises(RuntimeError, match="nan of its norm"):
         try_out(make_planner(make_batch(), max_requests=8))
+
+
+# Ragged suffixes below two nodes, one of them longer than what is packed; some without a node.
+PACKABLE = {
+    "node_parent": [-1, -1],
+    "node_end": [70, 33],
+    "request_node": [0, 1, 0, 0, 1, 0, 0, -1, 0, 1, -1, 0],
+    "own_len": [1, 17, 33, 16, 2, 128, 140, 5, 31, 64, 9, 15],
+}
+# Few places, so that a task may have many tokens.
+FEW_PLACES = replace(SMALL, num_sms=1, tiles=replace(SMALL.tiles, programs=(1, 1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("heads", "page_size"), [((4, 4), 1), ((6, 2), 4), ((8, 2), 1), ((8, 1), 16)]
+)
+def test_packed_suffixes(heads: tuple[int, int], page_size: int) -> None:
+    """With groups of 1, 3, 4 and 8, so that up to 16 requests are one task."""
+    batch = make_batch(**PACKABLE, heads=heads, page_size=page_size, room=16)  # type: ignore[arg-type]
+    planner = make_planner(batch, config=FEW_PLACES)
+    plan = planner.plan(*batch.planned())
+    assert (plan.task_table[:, fields.TAIL_OF] == fields.PACKED).any()
+    check_run(batch, planner)
+    check_run(batch, planner, grid=planner.fixed_grid)
+    for features in features_of(heads[0]):
+        check_run(replace(batch, features=features), planner)
+
+
+def test_packed_suffixes_grow_while_their_plan_is_kept() -> None:
+    """Past the end of a block, and past the length that is packed."""
+    batch = make_batch(**PACKABLE, heads=(8, 2), room=16)  # type: ignore[arg-type]
+    plan = make_planner(batch, config=FEW_PLACES).plan(*batch.planned())
+    count = len(batch.kv_len)
+    for tokens in ([1] * count, [16] * count, [0, 16, 3] * (count // 3)):
+        grown = batch.grown(tokens)
+        assert plan.still_valid(grown.kv_len)
+        out, lse = poisoned_outputs(grown, plan)
+        run(plan, *grown.tensors(), out, grown.scale, lse=lse)
+        assert_attention_close(grown, out, lse)
+    assert not plan.still_valid(batch.grown([17] * count).kv_len)
+    assert not plan.still_valid(batch.grown([-1] * count).kv_len)
+
+
+def test_nothing_is_packed_beside_a_chunk() -> None:
+    batch = make_batch(**FORESTS["chunks"])  # type: ignore[arg-type]
+    plan = make_planner(batch, config=FEW_PLACES).plan(*batch.planned())
+    assert (plan.task_table[:, fields.TAIL_OF] != fields.PACKED).all()

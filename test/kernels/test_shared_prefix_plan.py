@@ -56,6 +56,9 @@ def check_covered_once(batch: Batch, plan: AttentionPlan) -> None:
         begin, end = int(task[fields.KV_BEGIN]), int(task[fields.KV_END])
         assert begin < end
         stop = task[fields.START] + task[fields.COUNT]
+        if task[fields.TAIL_OF] == fields.PACKED:
+            spans_of_packed(batch, plan, task, spans, parts)
+            continue
         for j, place in enumerate(range(task[fields.START], stop)):
             token = plan.gather[place]
             sees = position[token] + 1
@@ -80,6 +83,29 @@ def check_covered_once(batch: Batch, plan: AttentionPlan) -> None:
         assert sorted(numbers) == wanted
 
 
+def spans_of_packed(
+    batch: Batch,
+    plan: AttentionPlan,
+    task: np.ndarray,
+    spans: list[list[tuple[int, int]]],
+    parts: list[list[int]],
+) -> None:
+    """A packed task has all of its decodes from one position on, in a tile of 16 rows."""
+    begin = int(task[fields.KV_BEGIN])
+    total = 0
+    assert task[fields.COUNT] > 1 and task[fields.TILE] == 0
+    assert task[fields.COUNT] * batch.q.shape[1] <= 16 * batch.k_cache.shape[1]
+    for place in range(task[fields.START], task[fields.START] + task[fields.COUNT]):
+        request = plan.gather[place]
+        assert plan.rows[place] == batch.table_row[request]
+        own = int(batch.kv_len[request]) - begin
+        assert 0 < own <= fields.PACK_TOKENS
+        spans[request].append((begin, begin + own))
+        parts[place].append(int(task[fields.PART]))
+        total += own
+    assert total == task[fields.KV_END] - begin
+
+
 def same_kv(batch: Batch, row: int, other: int, begin: int, end: int) -> bool:
     at = torch.arange(begin, end)
     page = batch.table[:, at // batch.page_size].long()
@@ -94,12 +120,19 @@ def check_reference(batch: Batch, plan: AttentionPlan) -> None:
     assert_attention_close(batch, out, lse)
 
 
-@given(batch=batches(), max_tile=st.sampled_from([16, 64, 128]))
+@given(
+    batch=batches(),
+    max_tile=st.sampled_from([16, 64, 128]),
+    programs=st.sampled_from([1, 8]),
+)
 @settings(max_examples=examples(120), deadline=None)
 def test_any_plan_covers_all_kv_once_and_computes_attention(
-    batch: Batch, max_tile: int
+    batch: Batch, max_tile: int, programs: int
 ) -> None:
-    planner = make_planner(batch, max_tile=max_tile)
+    """With few places, at which tasks are long and suffixes are packed, and with many."""
+    tiles = replace(SMALL.tiles, programs=(programs,) * 3)
+    config = replace(SMALL, num_sms=1, tiles=tiles)
+    planner = make_planner(batch, max_tile=max_tile, config=config)
     plan = planner.plan(*batch.planned())
     check_covered_once(batch, plan)
     for features in (PLAIN, *features_of(batch.q.shape[1])):
@@ -126,7 +159,10 @@ def test_the_cpu_needs_no_splits() -> None:
     batch = make_batch(**FORESTS["three-levels"])  # type: ignore[arg-type]
     planner = make_planner(batch, config=None)
     plan = planner.plan(*batch.planned())
-    assert plan.num_tasks == len(batch.q_len) + plan.num_kept_nodes
+    table = plan.task_table
+    packed = table[table[:, fields.TAIL_OF] == fields.PACKED, fields.COUNT]
+    saved = (packed - 1).sum()
+    assert plan.num_tasks == len(batch.q_len) + plan.num_kept_nodes - saved
     check_reference(batch, plan)
 
 
@@ -149,7 +185,7 @@ def test_the_same_batch_gives_the_same_plan() -> None:
         assert np.array_equal(again.gather, gather)
 
 
-def test_the_dearest_tasks_come_first() -> None:
+def test_the_dearest_tasks_of_a_tile_come_first() -> None:
     batch = make_batch(**FORESTS["chunks"])  # type: ignore[arg-type]
     planner = make_planner(batch)
     table = planner.plan(*batch.planned()).task_table
@@ -157,7 +193,9 @@ def test_the_dearest_tasks_come_first() -> None:
     spans = table[:, fields.KV_END] - table[:, fields.KV_BEGIN]
     cost = spans * planner._settings[fields.TOKEN_BYTES + table[:, fields.TILE]]
     assert 0 < is_node.sum() < len(table)
-    assert (np.diff(cost) <= 0).all()
+    assert (np.diff(table[:, fields.TILE]) >= 0).all()
+    for tile in range(3):
+        assert (np.diff(cost[table[:, fields.TILE] == tile]) <= 0).all()
 
 
 @pytest.mark.parametrize("page_size", [1, 48], ids="page{}".format)
@@ -165,13 +203,13 @@ def test_splits_where_there_are_too_few_tasks(page_size: int) -> None:
     batch = make_batch(own_len=[1000], page_size=page_size)
     plan = make_planner(batch).plan(*batch.planned())
     table = plan.task_table[np.argsort(plan.task_table[:, fields.KV_BEGIN])]
-    assert 1 < plan.num_tasks <= 2 * SMALL.num_sms * SMALL.items_per_sm
+    assert 1 < plan.num_tasks <= SMALL.num_sms * SMALL.tiles.programs[0]
     lengths = np.diff(table[:, fields.KV_BEGIN])
     assert (lengths % math.lcm(page_size, SMALL.tiles.block_n[0]) == 0).all()
     assert (lengths >= SMALL.min_split_tokens).all()
     assert (table[:-1, fields.TAIL_OF] == -1).all()
     assert table[-1, fields.TAIL_OF] == 0
-    many = make_batch(own_len=[100] * 64, page_size=page_size)
+    many = make_batch(own_len=[150] * 64, page_size=page_size)
     assert make_planner(many).plan(*many.planned()).num_tasks == 64
 
 
@@ -232,7 +270,9 @@ def test_a_planner_keeps_its_addresses() -> None:
     plan = planner.plan(*batch.planned())
     assert [tensor.data_ptr() for tensor in tensors] == before
     assert buffers.num_tokens.item() == batch.num_tokens
-    assert buffers.header[0].item() == plan.num_tasks
+    counts = np.diff(buffers.header[:4].numpy()).tolist()
+    assert counts == list(plan.tile_tasks)
+    assert sum(counts) == plan.num_tasks
     table = buffers.tasks[: plan.num_tasks * fields.NUM_FIELDS].view(plan.num_tasks, -1)
     assert np.array_equal(table.numpy(), plan.task_table)
     sharing = make_planner(batch, workspace=workspace)
@@ -256,7 +296,6 @@ def test_planning_is_quick() -> None:
         pick_config(torch.device("cpu"), 128, 2),
         num_sms=132,
         min_split_tokens=128,
-        items_per_sm=8,
         tiles=TileConfig((64, 64, 64), (3, 3, 3)),
     )
     planner = AttentionPlanner(

@@ -179,8 +179,8 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
     _layers: Layers
     _slots: torch.Tensor
     _step: Step | None = None
-    _grid: int | None = None
-    _fixed_grid: int
+    _grid: tuple[int, ...] | None = None
+    _fixed_grid: tuple[int, ...]
     _scaled: bool = False
 
     def set_up_sharing(self, model_runner: ModelRunner, layers: Layers) -> None:
@@ -208,7 +208,7 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
             # Steps compute chunks of prompts together with decodes. Steps run one after
             # the other, so both kinds share one workspace for partial results.
             chunk = max(0, int(get_schedule().chunked_prefill_size or 0))
-            mixed = planner(max_tokens=most_requests + chunk, max_tile=128)
+            mixed = planner(max_tokens=most_requests + chunk)
         workspace = mixed.workspace if mixed else None
         decodes = planner(max_tokens=most_requests, workspace=workspace)
         self.implementation = _implementation(model_runner, decodes)

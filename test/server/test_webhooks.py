@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ class Receiver:
         self.calls: list[tuple[dict[str, str], bytes]] = []
         self.paths: list[str] = []
         self.num_open = self.most_open = 0
+        self.headers = {"Location": "/elsewhere"}
         self.hold: asyncio.Event | None = None
         self.port = 0
 
@@ -83,7 +85,7 @@ class Receiver:
         finally:
             self.num_open -= 1
         status = self.statuses.pop(0) if self.statuses else 204
-        return web.Response(status=status, headers={"Location": "/elsewhere"})
+        return web.Response(status=status, headers=self.headers)
 
     @property
     def ids(self) -> list[str]:
@@ -356,6 +358,52 @@ def test_pauses_grow_and_differ(
         assert all(0.9 * expected < each <= 1.25 * expected for each in seconds)
         assert len({round(each) for each in seconds}) > 1
     assert all(1.7 < sum(pauses) / 86_400 < 2.3 for pauses in found)
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        ("120", 120),
+        (3600, 3600),
+        ("9" * 400, webhooks.LONGEST_PAUSE_S),
+        ("Fri, 31 Dec 9999 23:59:59 GMT", webhooks.LONGEST_PAUSE_S),
+        # What is past, or cannot be read, leaves the pause as it is.
+        (-3600, 20),
+        *((text, 20) for text in ("0", "-5", "soon", "1e3", "nan", "²")),
+    ],
+    ids=range(11),
+)
+def test_a_receiver_can_ask_for_a_longer_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: str | int, seconds: float
+) -> None:
+    """By ``Retry-After``: seconds, or a date, here from now on."""
+    monkeypatch.undo()  # the real pauses
+    monkeypatch.setattr(webhooks, "EVERY_S", 0.005)
+    if isinstance(header, int):
+        header = formatdate(time.time() + header, usegmt=True)
+
+    async def scenario() -> None:
+        async with (
+            receiving(503) as receiver,
+            hooked(tmp_path, f"* {receiver.url()} {SECRET}") as service,
+        ):
+            receiver.headers["Retry-After"] = header
+            await ended(service)
+            await until(lambda: receiver.calls)
+
+            def is_as_asked() -> bool:
+                [row] = pending(service)
+                pause_s = row["due_at"] - time.time()
+                return bool(0.9 * seconds < pause_s <= 1.25 * seconds)
+
+            await until(is_as_asked)
+            await asyncio.sleep(0.02)
+            assert is_as_asked()
+            service.store.rows("UPDATE webhooks SET due_at = 0 RETURNING id")
+            await until(lambda: not pending(service))
+            assert len(set(receiver.ids)) == 1
+
+    run(scenario())
 
 
 def test_gone_ends_all_events_of_an_endpoint(

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from functools import partial
 from http import HTTPStatus
 from ipaddress import ip_address, ip_network
@@ -53,6 +54,8 @@ TIMEOUT_S = 15.0
 MAX_ATTEMPTS = 10
 FIRST_PAUSE_S = 20.0
 PAUSE_GROWTH = 2.9
+# Of the pauses that receivers ask for by Retry-After.
+LONGEST_PAUSE_S = 86_400.0
 _FAILURES = (OSError, ValueError, httpcore.NetworkError, httpcore.ProtocolError)
 
 
@@ -214,10 +217,10 @@ class Webhooks:
         return rows
 
     async def _attempt(self, endpoint: Endpoint, row: Row) -> None:
-        status = 0
+        status, pause_s = 0, 0.0
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                status = await _post(endpoint, row)
+                status, pause_s = await _post(endpoint, row)
             failure = f"its status is {status}"
         except _FAILURES as error:
             failure = str(error) or type(error).__name__
@@ -238,10 +241,21 @@ class Webhooks:
             await in_thread(
                 self._store.forget, f"{query} AND id = ?", (*values, row["id"])
             )
+        elif pause_s > 0:
+            await in_thread(self._wait, row, time.time() + pause_s)
+
+    def _wait(self, row: Row, until: float) -> None:
+        """Make no attempt before then."""
+        with self._store.atomic() as db:
+            db.execute(
+                "UPDATE webhooks SET due_at = MAX(due_at, ?)"
+                " WHERE endpoint = ? AND id = ?",
+                (until, row["endpoint"], row["id"]),
+            )
 
 
-async def _post(endpoint: Endpoint, row: Row) -> int:
-    """Send an event. Returns the status of the answer."""
+async def _post(endpoint: Endpoint, row: Row) -> tuple[int, float]:
+    """Send an event. Returns the status of the answer, and its pause, see `_asked_pause_s`."""
     event = {
         "id": row["id"],
         "object": "event",
@@ -260,4 +274,19 @@ async def _post(endpoint: Endpoint, row: Row) -> int:
     }
     place, backend = endpoint.place, endpoint.backend
     async with calls.pinned_call("POST", place, backend, headers, body.encode()) as got:
-        return got.status
+        found = {name.lower(): value for name, value in got.headers}
+        return got.status, _asked_pause_s(
+            found.get(b"retry-after", b"").decode("latin-1")
+        )
+
+
+def _asked_pause_s(text: str) -> float:
+    """Seconds until a receiver wants to be asked again, by its ``Retry-After``, seconds or a
+    date. 0 if it has none that can be read."""
+    try:
+        date_or_s = float(text) if text.isdecimal() else parsedate_to_datetime(text)
+    except ValueError:
+        return 0.0
+    if isinstance(date_or_s, datetime):
+        date_or_s = date_or_s.timestamp() - time.time()
+    return min(max(0.0, date_or_s), LONGEST_PAUSE_S)

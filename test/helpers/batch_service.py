@@ -115,11 +115,13 @@ def counts_of(row: Row) -> tuple[int, int, int]:
 def leftovers(service: BatchService) -> list[str]:
     """Names in the store's directory that are no client's file and no active batch.
 
-    Results that an active batch is writing are its own, too.
+    Results that an active batch is writing are its own, too. A batch that has just ended is
+    active until its run is over, which then removes its directory.
     """
     directory = service.store.directory
     # Asked for first: a batch that ends in the meantime has its files recorded below.
     at_work = [row["id"] for row in service.store.batches_in(api.ACTIVE_STATUSES)]
+    at_work += service.runner._runs if service.runner else ()
     files = {path.name for path in (directory / "files").iterdir()}
     batches = {path.name for path in (directory / "batches").iterdir()}
     files_known = service.store.list_files(

@@ -30,9 +30,7 @@ ALIGN = 64
 NUM_HOST_BUFFERS = 2
 
 # Indices into the header.
-HEADER_TASKS = (
-    0  # and the next three: the first task of each tile, and one past the last
-)
+HEADER_TASKS = 0  # four: the first task of each of the three tiles, and their number
 HEADER_TOKENS = 4
 
 # Programs of a fixed grid per program that is resident. A second round starts where one ends

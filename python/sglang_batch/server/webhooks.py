@@ -255,7 +255,7 @@ class Webhooks:
 
 
 async def _post(endpoint: Endpoint, row: Row) -> tuple[int, float]:
-    """Send an event. Returns the status of the answer, and its pause, see `_asked_pause_s`."""
+    """Send an event. Returns the status of the answer, and the pause that it asks for."""
     event = {
         "id": row["id"],
         "object": "event",

@@ -87,20 +87,7 @@ async def serve(
     )
     calls = OnlineCalls(engine, workers_key)
     app = front_app(engine, calls, metrics=options.enable_metrics)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            host=options.host,
-            port=options.port,
-            log_config=None,
-            access_log=options.log_level == "debug",
-            timeout_graceful_shutdown=END_S,
-            ssl_keyfile=options.ssl_keyfile,
-            ssl_keyfile_password=options.ssl_keyfile_password,
-            ssl_certfile=options.ssl_certfile,
-            ssl_ca_certs=options.ssl_ca_certs,
-        )
-    )
+    server = _web_server(app, options)
 
     def end_if_failed() -> None:
         # A supervisor starts a new front, which continues with the batches.
@@ -123,6 +110,23 @@ async def serve(
         store.close()
     if engine.failure is not None:
         raise engine.failure
+
+
+def _web_server(app: FastAPI, options: argparse.Namespace) -> uvicorn.Server:
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host=options.host,
+            port=options.port,
+            log_config=None,
+            access_log=options.log_level == "debug",
+            timeout_graceful_shutdown=END_S,
+            ssl_keyfile=options.ssl_keyfile,
+            ssl_keyfile_password=options.ssl_keyfile_password,
+            ssl_certfile=options.ssl_certfile,
+            ssl_ca_certs=options.ssl_ca_certs,
+        )
+    )
 
 
 def front_app(

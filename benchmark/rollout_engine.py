@@ -26,11 +26,11 @@ END_TOKENS = [str(SPECIAL_IDS[name]) for name in ("<|eos|>", "<|end|>")]
 MAX_NEW_TOKENS = 1024
 
 
-def sampling(length: int) -> dict[str, Any]:
-    """Parameters with which an answer has so many tokens."""
+def sampling(length: int, most: int = MAX_NEW_TOKENS) -> dict[str, Any]:
+    """Parameters with which an answer has so many tokens, though ``most`` are allowed."""
     return {
         "temperature": 1.0,
-        "max_new_tokens": MAX_NEW_TOKENS,
+        "max_new_tokens": most,
         "min_new_tokens": length - 1,
         "logit_bias": dict.fromkeys(END_TOKENS, 100.0),
     }

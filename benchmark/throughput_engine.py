@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,9 +29,12 @@ import throughput_probe
 from throughput_jobs import ThroughputJob
 from throughput_probe import Steps, read_steps
 
+from sglang_batch.planner.machine_model import Machine
+
 TIMEOUT_S = 900
 TASK_FILE, ANSWERS_FILE, STEPS_FILE = "task.json", "answers.json", "steps.bin"
 READY_FILE, GO_FILE, JOB_FILE = "ready", "go", "job"
+MACHINE_FILE = "machine.pickle"
 # The first forward and the first plan cost seconds that no later one does.
 WARM_UP_PROMPTS = [[prompt + 1] * 24 for prompt in range(4)]
 # Of our scheduler's state: what attention read and did not read again, since the start.
@@ -87,6 +91,7 @@ class TaskResult:
     attention: ``COUNTS`` of this job. They are 0 with SGLang's scheduler, and where no
         decodes share prefixes.
     logprobs: of the tokens of each answer, if the task wants them.
+    orders: of the plans of our job, one after the other.
     """
 
     seconds: float
@@ -98,6 +103,7 @@ class TaskResult:
     attention: dict[str, int]
     logprobs: list[list[float]]
     steps: Steps
+    orders: list[str] = field(default_factory=list)
 
 
 def task_of(
@@ -146,14 +152,21 @@ class Engine:
         """Steps that the engine has made since it started."""
         return len(read_steps(self._scratch / STEPS_FILE))
 
+    @property
+    def machine(self) -> Machine:
+        """What our engine plans for when it starts. It has to be ready."""
+        machine: Machine = pickle.loads((self._scratch / MACHINE_FILE).read_bytes())
+        return machine
+
     def run(
         self,
         other: ThroughputJob | None = None,
         profile: dict[str, Any] | None = None,
+        policy: str | None = None,
     ) -> TaskResult:
         """Run the task's job, or ``other``. The last of the repeats ends the engine.
 
-        profile: of ``other``, see :class:`Task`.
+        profile, policy: of ``other``, see :class:`Task`. Without a policy, the task's.
 
         Raises:
             RuntimeError: the process failed.
@@ -165,6 +178,7 @@ class Engine:
                         "prompts": other.prompts,
                         "sampling_params": other.sampling_params,
                         "profile": profile,
+                        "policy": policy or self._task.policy,
                     }
                 )
             )
@@ -408,19 +422,23 @@ def run_ours(task: Task, scratch: Path, started: float) -> Iterator[dict[str, An
     from sglang_batch.config import OfflineBatchConfig
     from sglang_batch.srt.engine import in_process
 
-    config = OfflineBatchConfig(policy=task.policy, max_inflight=task.max_inflight)
+    config = OfflineBatchConfig(max_inflight=task.max_inflight)
     server_args = in_process.parse_server_args([*task.arguments, "--log-level=error"])
     with in_process.engine(server_args) as (engine, loop):
         loop.run_until_complete(engine.connect())
         session = _Session(loop, engine.manager, started)
+        orders = _orders_of_plans(engine)
+        (scratch / MACHINE_FILE).write_bytes(pickle.dumps(engine.machine))
 
         def run(
             prompts: list[list[int]],
             params: list[dict[str, Any]],
             stop_after: int | None = None,
         ) -> list[dict[str, Any]]:
+            planned = replace(config, policy=task.policy)
+            orders.clear()
             job = answer_all(
-                engine, config, prompts, params, stop_after, logprobs=task.logprobs
+                engine, planned, prompts, params, stop_after, logprobs=task.logprobs
             )
             answers: list[dict[str, Any]] = loop.run_until_complete(job)
             return answers
@@ -434,7 +452,20 @@ def run_ours(task: Task, scratch: Path, started: float) -> Iterator[dict[str, An
             task = wait_for_go(task, scratch, number)
             session.begin(task.profile)
             answers = run(task.prompts, task.sampling_params, task.stop_after)
-            yield session.end(answers)
+            yield {**session.end(answers), "orders": orders}
+
+
+def _orders_of_plans(engine: Any) -> list[str]:
+    """Gets the order of each plan that the engine is given from now on."""
+    orders: list[str] = []
+    open_job = engine.open_job
+
+    async def noted(job_id: str, plans: Sequence[Any], *more: Any) -> None:
+        orders.append(plans[0].policy)
+        await open_job(job_id, plans, *more)
+
+    engine.open_job = noted
+    return orders
 
 
 async def answer_all(

@@ -73,6 +73,16 @@ def test_the_orders() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(330)
+def test_auto_on_the_engine() -> None:
+    document = quick_run("bench_auto.py", "--engine", "2", with_sglang=True)
+    (table,) = document["tables"]
+    assert [row[0] for row in table["rows"]] == ["0 few-shot", "1 documents"]
+    figures = {figure["name"]: figure["value"] for figure in document["figures"]}
+    assert 0.5 < figures["prompt tokens computed over the best, worst"] <= 1.1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(330)
 def test_jobs_that_share_an_engine() -> None:
     document = quick_run("bench_doors.py", "fair", with_sglang=True)
     assert document["missed"] == []

@@ -1,62 +1,26 @@
-"""Attention of decodes on a CPU, compiled with numba: each request reads its KV where it is.
+"""Attention of single tokens on a CPU, compiled with numba: each reads its KV where it is.
 
-A request may have attended to a part of its KV already, a prefix that several requests read
+A token may have attended to a part of its KV already, a prefix that several requests read
 together. The rest continues from that result, by its log-sum-exp.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from itertools import pairwise
-from typing import Any
 
-import numba
 import numpy as np
 import torch
-from numba.extending import overload
+
+from .host_kernels import DTYPES, as_float, jit, negative_exp, rounded, threads
 
 # Tokens whose logits are computed before the softmax continues.
 _TILE = 64
 _LOWEST = np.float32(-1e30)
-# The values of K and V, by dtype, as numba reads them: it has no bfloat16.
-DTYPES = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
-
-# Not all of fastmath: values may be infinite, or no numbers.
-_MATH: dict[str, Any] = {
-    "fastmath": {"reassoc", "contract", "arcp", "nsz"}, "error_model": "numpy",
-}  # fmt: skip
-_jit: Callable[..., Any] = numba.njit(cache=True, nogil=True, **_MATH)
-_inlined: Callable[..., Any] = numba.njit(cache=True, inline="always", **_MATH)
+# Products of a query and a key that another thread is worth: some 100 us of work.
+_PART = 1 << 18
 
 
-@_inlined
-def _exp(x):  # type: ignore[no-untyped-def]
-    """e to the power of a float32 of 0 or less, within 2e-7, in vector instructions."""
-    x = max(x, np.float32(-87.0)) * np.float32(math.log2(math.e))
-    whole = np.floor(x + np.float32(0.5))
-    f = (x - whole) * np.float32(math.log(2))
-    power = np.float32(1 / 120) + f * np.float32(1 / 720)
-    power = np.float32(1 / 6) + f * (np.float32(1 / 24) + f * power)
-    power = np.float32(1) + f * (np.float32(1) + f * (np.float32(0.5) + f * power))
-    return power * np.int32((np.int32(whole) + np.int32(127)) << 23).view(np.float32)
-
-
-def _value(x):  # type: ignore[no-untyped-def]
-    """A value of the KV cache as float32, also from the bits of a bfloat16."""
-    raise NotImplementedError("only compiled code calls it")
-
-
-@overload(_value, inline="always")
-def _compiled_value(x):  # type: ignore[no-untyped-def]
-    if x == numba.types.uint16:
-        return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
-    return lambda x: x
-
-
-@_jit
+@jit
 def _attend(  # type: ignore[no-untyped-def]
     q, k, v, table, rows, begin, end, scale, out, lse, first, last
 ):
@@ -78,8 +42,8 @@ def _attend(  # type: ignore[no-untyped-def]
                 most[g] = lse[b, head] if known else _LOWEST
                 weight[g] = 1.0 if known else 0.0
                 for d in range(dim):
-                    queries[g, d] = q[b, head, d] * scale
-                    sums[g, d] = out[b, head, d] if known else 0.0
+                    queries[g, d] = as_float(q[b, head, d]) * scale
+                    sums[g, d] = as_float(out[b, head, d]) if known else np.float32(0)
             for tile in range(begin[b], end[b], _TILE):
                 count = min(_TILE, end[b] - tile)
                 for i in range(count):
@@ -88,18 +52,18 @@ def _attend(  # type: ignore[no-untyped-def]
                         query = queries[g]
                         dot = np.float32(0)
                         for d in range(dim):
-                            dot += query[d] * _value(key[d])  # type: ignore[no-untyped-call]
+                            dot += query[d] * as_float(key[d])
                         logits[g, i] = dot
                 for g in range(group):
                     row, total = logits[g], sums[g]
                     highest = most[g]
                     for i in range(count):
                         highest = max(highest, row[i])
-                    factor = _exp(most[g] - highest)
+                    factor = negative_exp(most[g] - highest)
                     most[g] = highest
                     added = np.float32(0)
                     for i in range(count):
-                        power = _exp(row[i] - highest)
+                        power = negative_exp(row[i] - highest)
                         row[i] = power
                         added += power
                     weight[g] = weight[g] * factor + added
@@ -110,15 +74,12 @@ def _attend(  # type: ignore[no-untyped-def]
                     for g in range(group):
                         power, total = logits[g, i], sums[g]
                         for d in range(dim):
-                            total[d] += power * _value(value[d])  # type: ignore[no-untyped-call]
+                            total[d] += power * as_float(value[d])
             for g in range(group):
                 for d in range(dim):
-                    out[b, kv_head * group + g, d] = sums[g, d] / weight[g]
-
-
-@cache
-def _threads(number: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(number, "decode-attention")
+                    out[b, kv_head * group + g, d] = rounded(
+                        sums[g, d] / weight[g], out
+                    )
 
 
 def attend_decodes(
@@ -133,30 +94,32 @@ def attend_decodes(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Attention of one token per request to its KV from ``begin`` to ``end``.
+    """Attention of tokens, each to the KV of its request from ``begin`` to ``end``.
 
     Args:
-        q: float32 ``[n, num_heads, head_dim]``.
+        q: ``[n, num_heads, head_dim]``, of a dtype in ``DTYPES``.
         k_cache, v_cache: ``[num_slots, num_kv_heads, head_dim]``, of a dtype in ``DTYPES``.
         table: int32 ``[rows, max_tokens]``, the slot of each position of a row.
-        rows: int64 ``[n]``, the row of each request.
+        rows: int64 ``[n]``, the row of each token's request.
         begin, end: int64 ``[n]``, positions in the row.
         scale: of the logits.
-        out: float32 ``[n, num_heads, head_dim]``, overwritten. Where ``lse`` is not -inf, the
-            attention to the tokens before ``begin``, with which the result is merged.
+        out: as q, overwritten. Where ``lse`` is not -inf, the attention to the tokens before
+            ``begin``, with which the result is merged.
         lse: float32 ``[n, num_heads]``, natural logarithm of the sum of these tokens' weights.
     """
     bits = DTYPES[k_cache.dtype]
     arrays = (
-        q.numpy(), k_cache.view(bits).numpy(), v_cache.view(bits).numpy(), table.numpy(),
-        rows, begin, end, np.float32(scale), out.numpy(), lse.numpy(),
+        q.view(DTYPES[q.dtype]).numpy(), k_cache.view(bits).numpy(),
+        v_cache.view(bits).numpy(), table.numpy(), rows, begin, end, np.float32(scale),
+        out.view(DTYPES[out.dtype]).numpy(), lse.numpy(),
     )  # fmt: skip
-    number = min(torch.get_num_threads(), len(rows))
+    # Equal numbers of tokens for each thread.
+    tokens = np.cumsum(end - begin)
+    products = int(tokens[-1]) * q[0].numel() if len(rows) else 0
+    number = min(torch.get_num_threads(), len(rows), products // _PART)
     if number <= 1:
         _attend(*arrays, 0, len(rows))
         return
-    # Equal numbers of tokens for each thread.
-    tokens = np.cumsum(end - begin)
     parts = np.arange(1, number) * tokens[-1] // number
     ends = [0, *np.searchsorted(tokens, parts), len(rows)]
-    list(_threads(number).map(lambda part: _attend(*arrays, *part), pairwise(ends)))
+    list(threads(number).map(lambda part: _attend(*arrays, *part), pairwise(ends)))

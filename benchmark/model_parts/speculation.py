@@ -21,7 +21,12 @@ ARGUMENTS = [
     "--max-running-requests=16",
     "--chunked-prefill-size=256",
 ]
-NGRAM = ["--speculative-algorithm=NGRAM", "--speculative-num-draft-tokens=8"]
+NGRAM = [
+    "--speculative-algorithm=NGRAM",
+    "--speculative-num-draft-tokens=8",
+    # In each step, whatever drafts cost here.
+    '--offline-batch-config={"learn_costs": false, "draft_requests": 16}',
+]
 
 
 def jobs(quick: bool) -> list[ThroughputJob]:

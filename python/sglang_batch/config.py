@@ -592,6 +592,12 @@ class OfflineBatchConfig:
         "on a decode server, URLs of the offline servers that [compute its "
         "prompts](scale.md#prompts-on-one-server-answers-on-another)",
     )
+    draft_requests: int | None = _experimental(
+        None,
+        _FROM_0,
+        "most running requests with which a step of NGRAM [drafts](models.md#speculation). "
+        "`null`: by costs",
+    )
     max_wait_steps: int | None = _experimental(
         None,
         _FROM_1,

@@ -54,6 +54,7 @@ def answers(
             "logprobs": [each[0] for each in one["meta_info"]["output_token_logprobs"]],
             "experts": one["meta_info"].get("routed_experts"),
             "cached": one["meta_info"]["cached_tokens"],
+            "verified": one["meta_info"].get("spec_verify_ct"),
         }
         for one in done
     ]
@@ -79,7 +80,8 @@ def main() -> None:
         info = engine.get_server_info()["internal_states"][0]["offline_batch"]
         found["state"] = info
         for i in range(NUM_GROUPS * GROUP):
-            engine.flush_cache()
+            if "speculative_algorithm" not in arguments:  # it would forget the answers
+                engine.flush_cache()
             found["alone"] += answers(engine, [i], most, **more)
     finally:
         engine.shutdown()

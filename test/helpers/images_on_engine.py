@@ -61,8 +61,8 @@ def _note_placeholders(*args: Any) -> int:
     return number
 
 
-def _note_plan(*args: Any) -> Any:
-    tree = _build_tree(*args)
+def _note_plan(*args: Any, **options: Any) -> Any:
+    tree = _build_tree(*args, **options)
     _planned.append(0 if tree.media is None else tree.media.num_unique)
     return tree
 

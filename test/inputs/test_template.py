@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_batch.errors import ConfigError, InputError
-from sglang_batch.inputs.template import Template, text_of
+from sglang_batch.inputs.cells import text_of
+from sglang_batch.inputs.template import Template
 
 
 def filled(body: dict[str, Any], **row: Any) -> Any:

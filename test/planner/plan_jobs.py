@@ -58,7 +58,7 @@ def make_requests(
 
 def tree_of(prompts: Sequence[Prompt]) -> PrefixTree:
     requests = make_requests(prompts)
-    return build_prefix_tree(requests.tokens, requests.offsets)
+    return build_prefix_tree(requests.tokens, requests.offsets, count_media=True)
 
 
 def work_of(

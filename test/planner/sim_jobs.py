@@ -28,7 +28,8 @@ PATIENCE_S = 2.0
 
 def build(prompts: Sequence[Prompt]) -> PrefixTree:
     tokens = np.array([token for prompt in prompts for token in prompt], dtype=np.int32)
-    return build_prefix_tree(tokens, np.cumsum([0, *map(len, prompts)], dtype=np.int64))
+    offsets = np.cumsum([0, *map(len, prompts)], dtype=np.int64)
+    return build_prefix_tree(tokens, offsets, count_media=True)
 
 
 def unit_cost(**fields: Any) -> CostModel:

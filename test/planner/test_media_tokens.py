@@ -9,9 +9,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_jobs import COST, PROMPTS, Prompt, outputs_of, prefixes, tree_of, work_of
+from plan_jobs import (
+    COST,
+    PROMPTS,
+    Prompt,
+    make_requests,
+    outputs_of,
+    prefixes,
+    tree_of,
+    work_of,
+)
 from sim_jobs import make_job, run, unit_cost
 
+from sglang_batch.config import OfflineBatchConfig
+from sglang_batch.job.job_planner import JobPlanner
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.costs.hardware import hardware
 from sglang_batch.planner.costs.model_spec import TYPICAL_MODEL, encoder_flops_per_token
@@ -21,6 +32,9 @@ from sglang_batch.planner.costs.tree_work import (
     planned_work,
     root_density,
 )
+from sglang_batch.planner.machine_model import EngineLimits, Machine
+from sglang_batch.planner.ordering.order import OrderSettings
+from sglang_batch.planner.plan import Candidates
 from sglang_batch.planner.requests import END_OF_PLACEHOLDERS, FIRST_PLACEHOLDER
 
 ENCODER_S = 3.0
@@ -98,6 +112,17 @@ def test_each_image_is_encoded_once_in_the_work_of_a_job(prompts: list[Prompt]) 
         assert root_density(tree, WITH_ENCODER, work) == pytest.approx(
             root_density(tree, COST, work) + more / memory
         )
+
+
+def test_a_plan_looks_for_placeholders_if_an_encoder_takes_time() -> None:
+    requests = make_requests(with_media([(1, 3, 4), (1, 3, 5, 6), (2, 7)]))
+    for cost, counted in ((COST, False), (WITH_ENCODER, True)):
+        machine = Machine(cost, EngineLimits(1000))
+        planner = JobPlanner(requests, np.arange(3), machine, OfflineBatchConfig())
+        planned = Candidates(requests, machine, OrderSettings())
+        for tree in (planner.tree, planned.tree):
+            assert (tree.media is not None) is counted
+            assert tree.media is None or tree.media.num_unique == 4
 
 
 @pytest.mark.parametrize("as_sglang", [False, True])

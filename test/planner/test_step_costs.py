@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -124,3 +125,12 @@ def test_experts_and_byte_widths_reach_the_plan() -> None:
     memory = wide.step_table[MEMORY]
     assert memory[1] < 0.25 * memory[64]
     assert narrow.step_table[MEMORY][64] == pytest.approx(memory[64] / 2, rel=0.1)
+
+
+def test_light_tokens_take_little_longer_than_one() -> None:
+    cost = CostModel(token_time_s=1.0, kv_read_time_s=1.0, weight_read_time_s=29.0)
+    limited = replace(cost, interference_exponent=1.0)
+    assert [limited.light_tokens(x) for x in (1.0, 4 / 3, 2.0)] == [1, 11, 31]
+    # Reads hide arithmetic, up to as many tokens as take as long.
+    assert replace(cost, interference_exponent=math.inf).light_tokens(4 / 3) == 38
+    assert replace(limited, weight_read_time_s=0.0).light_tokens(4 / 3) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,31 @@ def test_deterministic_inference(demo_model: Path) -> None:
         cached = sum(each["cached"] for each in found[kind])
         assert cached >= NUM_GROUPS * (GROUP // 2 - 1) * SHARED
         assert same(found, kind, "tokens", "logprobs")  # bit by bit
+
+
+def test_drafts_from_answers_without_drafts(demo_model: Path) -> None:
+    """Of requests together only the last two are drafted, and later all alone, as before."""
+    found = run(
+        demo_model,
+        40,
+        enable_deterministic_inference=True,
+        max_total_tokens=3000,
+        speculative_algorithm="NGRAM",
+        speculative_num_draft_tokens=6,
+        offline_batch_config={"draft_requests": 2},
+    )
+    for kind in ("greedy", "sampled"):
+        assert same(found, kind, "tokens"), kind
+        assert all(
+            math.isclose(a, b, abs_tol=1e-4)
+            for one, other in zip(
+                found[kind], found["alone"][kind == "sampled" :: 2], strict=True
+            )
+            for a, b in zip(one["logprobs"], other["logprobs"], strict=True)
+        )
+        together = sum(each["verified"] for each in found[kind])
+        alone = sum(each["verified"] for each in found["alone"][kind == "sampled" :: 2])
+        assert alone < together / 2, kind
 
 
 def test_routed_experts_are_not_lost(

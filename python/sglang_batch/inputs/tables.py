@@ -16,8 +16,9 @@ from typing import Any
 
 from ..batch_api.lines import loads_lenient
 from ..errors import ConfigError, InputError
+from .cells import cell_text
 from .compression import is_compressed, open_plain, plain_name
-from .template import cell_text
+from .template import jinja_hint
 from .urls import why_not_on_hub
 
 Row = Mapping[str, Any]
@@ -55,7 +56,7 @@ def check_columns(name: str, needed: Iterable[str], found: Collection[str]) -> N
         if column not in found:
             raise InputError(
                 f"{name} has no column {column!r}; it has "
-                f"{', '.join(map(repr, names)) or 'none'}."
+                f"{', '.join(map(repr, names)) or 'none'}{jinja_hint(column)}."
             )
         if (number := names.count(column)) > 1:
             raise InputError(

@@ -1,28 +1,27 @@
 """Requests made from the rows of a table.
 
 A template is a prompt, or a JSON object that is the body of a request, with placeholders
-such as ``{{question}}`` in its strings.
+such as ``{{question}}`` in its strings, or with strings in Jinja2.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import date, time, timedelta
-from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-from uuid import UUID
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
-import numpy as np
 
 from ..batch_api.protocol import ENDPOINTS
 from ..errors import ConfigError, InputError
+from .cells import text_of, value_in
+
+if TYPE_CHECKING:
+    from .jinja_text import JinjaText
 
 
 class Template:
@@ -32,8 +31,9 @@ class Template:
     type, but a number that is a prompt becomes text. Inside a longer string the value is
     written as text. Values of columns are never searched for placeholders. Lines between ``{{#fields}}`` and
     ``{{/fields}}`` in a string are a block of fields, whose order carries no
-    meaning. Raises ConfigError if the body uses no column, has a placeholder in a
-    key, or a block that is not one.
+    meaning. A string with a tag of Jinja2, such as ``{% if name %}``, or the comment
+    ``{# jinja #}`` is rendered by Jinja2 instead. Raises ConfigError if the body uses no
+    column, has a placeholder in a key, or a block or Jinja2 that is not one.
     """
 
     def __init__(self, body: dict[str, Any]) -> None:
@@ -74,7 +74,8 @@ class Template:
             body = json.loads(text)
         except (ValueError, RecursionError) as error:
             if not _is_prompt(text):
-                outside = f"; {BEGIN} must be inside of a string" * has_marker(text)
+                found = _MARKER.search(text) or _JINJA.search(text)
+                outside = f"; {found[0]} must be inside of a string" if found else ""
                 raise ConfigError(f"{where} is not JSON: {error}{outside}") from None
             body = _prompt_body(text, endpoint, where)
         if not isinstance(body, dict):
@@ -125,7 +126,7 @@ def _text_of_file(name: str) -> str:
 def _is_prompt(text: str) -> bool:
     """Whether text that is no JSON is a prompt, not a body with a mistake."""
     begin = text.lstrip()
-    return not begin.startswith("{") or begin.startswith("{{")
+    return not begin.startswith("{") or begin.startswith(("{{", "{%", "{#"))
 
 
 def _prompt_body(prompt: str, endpoint: str, where: str) -> dict[str, Any]:
@@ -202,10 +203,7 @@ class RowRequests:
     def _custom_id(self, row: Mapping[str, Any], number: int) -> str:
         if self.id_column is None:
             return str(number)
-        try:
-            found = text_of(row[self.id_column])
-        except NotJson as error:
-            raise InputError(f"column {self.id_column!r} holds {error}") from None
+        found = text_of(value_in(row, self.id_column))
         if not found:
             raise InputError(
                 f"column {self.id_column!r} is empty; --id-column needs a value."
@@ -216,6 +214,14 @@ class RowRequests:
 # Fields of a body or a message in which the engine refuses a number.
 _PROMPT_KEYS = ("content", "prompt", "input", "text")
 _PLACEHOLDER = re.compile(r"\{\{\s*(.+?)\s*\}\}")
+# A tag by its word: other text in {% %} is text, and {{...}} may be a column of any name.
+_WORDS = (
+    "for|if|elif|else|set|with|macro|call|filter|raw|print|block|autoescape|extends|"
+    "include|import|from|end[a-z]+"
+)
+_JINJA = re.compile(
+    rf"\{{%[-+]?\s*(?:{_WORDS})\b.*?%\}}|\{{#-? *jinja *-?#\}}", re.DOTALL
+)
 _MARKER = re.compile(r"\{\{\s*([#/])fields\s*\}\}")
 BEGIN, END = "{{#fields}}", "{{/fields}}"
 _LINE_BREAK = r"\n"  # as JSON writes it
@@ -240,14 +246,14 @@ class FieldBlock:
     A line with columns is a field. Fields may change places. Other lines stay.
     """
 
-    lines: tuple[tuple[str | Slot, ...], ...]
+    lines: tuple[tuple[str | Slot | JinjaText, ...], ...]
 
     @cached_property
     def fields(self) -> tuple[int, ...]:
         return tuple(
             number
             for number, line in enumerate(self.lines)
-            if any(isinstance(part, Slot) for part in line)
+            if not all(isinstance(part, str) for part in line)
         )
 
     @property
@@ -267,7 +273,7 @@ class FieldBlock:
         return _LINE_BREAK.join(lines)
 
 
-TemplatePart = str | Slot | FieldBlock
+TemplatePart: TypeAlias = "str | Slot | FieldBlock | JinjaText"
 
 
 def filled(parts: Iterable[TemplatePart], row: Mapping[str, Any]) -> str:
@@ -281,22 +287,20 @@ def columns_of(parts: Iterable[TemplatePart]) -> Iterator[str]:
     for part in parts:
         if isinstance(part, Slot):
             yield part.column
-        elif isinstance(part, FieldBlock):
+        elif not isinstance(part, str):
             yield from part.columns
 
 
-def _written(part: Slot | FieldBlock, row: Mapping[str, Any]) -> str:
+def _written(part: Slot | FieldBlock | JinjaText, row: Mapping[str, Any]) -> str:
     if isinstance(part, FieldBlock):
         return part.joined(part.texts(row))
-    value = row[part.column]
-    try:
-        if part.whole:
-            found = json_value(value)
-            is_text = part.prompt and isinstance(found, int | float)
-            return json.dumps(text_of(found) if is_text else found)
-        return json.dumps(text_of(value))[1:-1]
-    except NotJson as error:
-        raise InputError(f"column {part.column!r} holds {error}") from None
+    if not isinstance(part, Slot):
+        return json.dumps(part.text(row))[1:-1]
+    found = value_in(row, part.column)
+    if part.whole:
+        is_text = part.prompt and isinstance(found, int | float)
+        return json.dumps(text_of(found) if is_text else found)
+    return json.dumps(text_of(found))[1:-1]
 
 
 def parts_of(value: Any) -> list[TemplatePart]:
@@ -315,6 +319,13 @@ def parts_of(value: Any) -> list[TemplatePart]:
 
 def has_marker(text: str) -> bool:
     return _MARKER.search(text) is not None
+
+
+def jinja_hint(column: str) -> str:
+    """What to do about a missing column whose name looks like an expression of Jinja2."""
+    if not re.search(r"[|.(\[]", column):
+        return ""
+    return "; for an expression of Jinja2, begin the text with {# jinja #}"
 
 
 def _parts_of_value(value: Any) -> Iterator[TemplatePart]:
@@ -365,7 +376,11 @@ def _parts_of_text(text: str) -> Iterator[TemplatePart]:
     yield '"'
 
 
-def _parts_in_text(text: str) -> list[str | Slot]:
+def _parts_in_text(text: str) -> list[str | Slot | JinjaText]:
+    if _JINJA.search(text):
+        from .jinja_text import JinjaText
+
+        return [JinjaText(text)]
     pieces = _PLACEHOLDER.split(text)  # text, column, text, column, ..., text
     return [
         Slot(piece, whole=False) if i % 2 else json.dumps(piece)[1:-1]
@@ -410,61 +425,3 @@ def block_at(parts: Sequence[TemplatePart]) -> int | None:
     if len(found) > 1:
         raise ConfigError(_ONE_BLOCK)
     return found[0] if found else None
-
-
-class NotJson(ValueError):
-    """A value that JSON cannot hold. The message names its type."""
-
-
-def json_value(value: Any) -> Any:
-    """A cell as a JSON value.
-
-    Missing values and NaN become null. Dates, times and decimals become strings, so
-    that no digit is lost. numpy's values become Python's, its arrays lists. Raises
-    NotJson for bytes, infinity, or an unsupported type.
-    """
-    if value is None or isinstance(value, str | int):
-        return value
-    if isinstance(value, float):
-        if math.isinf(value):
-            raise NotJson("infinity, which JSON cannot hold")
-        return None if math.isnan(value) else value
-    if isinstance(value, Mapping):
-        return {_key(key): json_value(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_value(item) for item in value]
-    if isinstance(value, date | time):  # a datetime is a date
-        return value.isoformat()
-    if isinstance(value, Decimal | UUID | timedelta):
-        return str(value)
-    if isinstance(value, np.ndarray):
-        return json_value(value.tolist())
-    if isinstance(value, np.float32 | np.float16):
-        return json_value(float(str(value)))  # the shortest that is the same
-    if isinstance(value, np.generic) and not isinstance(
-        plain := value.item(), np.generic
-    ):
-        return json_value(plain)
-    if isinstance(value, bytes | bytearray | memoryview):
-        raise NotJson("bytes; write them as text first, such as base64 in a data: URL")
-    raise NotJson(f"a {type(value).__name__}, which JSON cannot hold")
-
-
-def _key(key: Any) -> str:
-    return key if isinstance(key, str) else text_of(key)
-
-
-def text_of(value: Any) -> str:
-    """A cell in a longer string: itself, empty for None and NaN, or JSON."""
-    found = json_value(value)
-    if found is None:
-        return ""
-    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
-
-
-def cell_text(value: Any) -> str:
-    """As :func:`text_of`, and what JSON cannot hold as Python writes it."""
-    try:
-        return text_of(value)
-    except (NotJson, RecursionError):
-        return str(value)

@@ -86,7 +86,9 @@ class JobPlanner:
         known = np.maximum(requests.known_output_len, 1).astype(np.int64)
         fits = requests.input_len + known <= machine.limits.kv_capacity_tokens
         kept = requests if fits.all() else requests.take(np.flatnonzero(fits))
-        self.tree = build_prefix_tree(kept.tokens, kept.offsets)
+        self.tree = build_prefix_tree(
+            kept.tokens, kept.offsets, count_media=machine.cost.encoder_token_time_s > 0
+        )
         # Without their tokens, to free the memory.
         offsets = np.zeros(len(kept) + 1, np.int64)
         kept = replace(kept, tokens=np.zeros(0, np.int32), offsets=offsets)

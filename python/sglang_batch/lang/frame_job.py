@@ -133,7 +133,8 @@ def map_table(
             anything else with ``__arrow_c_stream__``.
         template: the body of a request, in which ``"{{column}}"`` stands for a value of the
             row: a dictionary, its JSON text, or ``@FILE``. A text that is no JSON is the
-            user's message, or the prompt or input of the endpoint. See ``docs/run.md``.
+            user's message, or the prompt or input of the endpoint. Strings with tags are
+            Jinja2. See ``docs/run.md``.
         model_path: runs the job as ``sglang-batch run`` does, in a process of its own.
         server: URL of a server with the batch API, which runs it instead.
         api_key: of that server.

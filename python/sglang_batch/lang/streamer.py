@@ -22,7 +22,8 @@ from ..batch_api.protocol import (
     error_body,
 )
 from ..errors import ConfigError, EngineError, InputError
-from ..inputs.template import NotJson, Template, json_value, text_of
+from ..inputs.cells import NotJson, json_value, text_of
+from ..inputs.template import Template, jinja_hint
 from ..run.answer_table import text_in
 from .own_server import OwnServer
 from .waves import HttpTransport, QuietSender, WaveTransport
@@ -442,7 +443,7 @@ class RowLines:
         if name not in row:
             raise InputError(
                 f"it has no column {name!r}; its columns are "
-                f"{', '.join(map(str, row)):.200}"
+                f"{', '.join(map(str, row)):.200}{jinja_hint(name)}"
             )
         return row[name]
 

@@ -145,7 +145,11 @@ class Candidates:
         self.fits = np.flatnonzero(fitting)
         self.too_large = np.flatnonzero(~fitting)
         self.requests = requests if fitting.all() else requests.take(self.fits)
-        self.tree = build_prefix_tree(self.requests.tokens, self.requests.offsets)
+        self.tree = build_prefix_tree(
+            self.requests.tokens,
+            self.requests.offsets,
+            count_media=machine.cost.encoder_token_time_s > 0,
+        )
         estimator = OutputLengthEstimator(
             self.tree, self.requests, default_output_len=default_output_len
         )

@@ -52,17 +52,17 @@ def named_device(options: argparse.Namespace, name: str) -> HardwareSpec:
     )
 
 
-def chosen_device(options: argparse.Namespace) -> tuple[HardwareSpec, str]:
-    """The device of ``--hardware``, or this machine's and a note that it is.
+def chosen_device(
+    options: argparse.Namespace, name: str | None
+) -> tuple[HardwareSpec, str]:
+    """The device of ``--hardware``, or this machine's, by its driver's name, and a note
+    that it is.
 
     Raises:
         ConfigError: the device is unknown.
     """
     if options.hardware is not None:
         return named_device(options, options.hardware), ""
-    from ..srt.engine.machine import device_name
-
-    name = device_name()
     if name is None:
         return named_device(options, "cpu"), "no GPU here; name another with --hardware"
     if match_hardware(name) is None:

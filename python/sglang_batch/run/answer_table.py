@@ -17,9 +17,9 @@ from ..batch_api.lines import line_error, loads_lenient
 from ..batch_api.protocol import GENERATING_URLS
 from ..errors import ConfigError, InputError
 from ..inputs import tables
+from ..inputs.cells import cell_text, text_of
 from ..inputs.compression import plain_name
 from ..inputs.job_input import InputSource, JobInput, LocalFileSource
-from ..inputs.template import cell_text, text_of
 
 ANSWER, ERROR = "answer", "error"
 

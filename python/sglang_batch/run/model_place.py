@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -79,6 +80,19 @@ def _repository(name: str) -> tuple[str, str | None]:
     if file.endswith(".gguf"):
         return f"{owner}/{repository}", file
     return name, None
+
+
+def cached_snapshot(name: str, revision: str | None) -> str | None:
+    """The config.json of a repository in the Hugging Face cache. Its path has the commit."""
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError
+
+    with suppress(HFValidationError):
+        found = huggingface_hub.try_to_load_from_cache(
+            _repository(name)[0], "config.json", revision=revision
+        )
+        return found if isinstance(found, str) else None
+    return None
 
 
 def _check_repository(

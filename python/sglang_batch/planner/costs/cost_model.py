@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -250,6 +251,17 @@ class CostModel:
             / model.full_kv_bytes_per_token,
             encoder_token_time_s=model.encoder_flops_per_token / flops,
         )
+
+    def light_tokens(self, longer: float) -> int:
+        """Most tokens of a step, without attention, that takes at most ``longer`` times as long
+        as a step of one token."""
+
+        def seconds(tokens: int) -> float:
+            rows = float(tokens)
+            compute, memory, other = matrix_seconds(self.step_table, rows, rows)
+            return overlapped(compute, memory, self.interference_exponent) + other
+
+        return bisect_right(range(1, 1 << 16), longer * seconds(1), key=seconds)
 
     def more_reads(self, input_len: Values) -> Floats:
         """States and windows of a request, as tokens of KV that take as long to read in a

@@ -20,6 +20,7 @@ are part of the state.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,11 +33,14 @@ from .weights import (
     Matrix,
     ModelShape,
     Split,
+    UnknownQuantisation,
     WeightBits,
     dtype_bits,
     integer,
     weight_bits,
 )
+
+logger = logging.getLogger(__name__)
 
 FULL, WINDOW, RECURRENT = "full", "window", "recurrent"
 _KINDS = {
@@ -479,3 +483,19 @@ TYPICAL_MODEL = ModelSpec.from_hf_config(
         "dtype": "bfloat16",
     }
 )
+
+
+def counted_model(
+    config: Config, *, kv_dtype: str | None, quantization: str | None
+) -> ModelSpec:
+    """:meth:`ModelSpec.from_hf_config`; weights of unknown bits have 16, with a warning.
+
+    Raises:
+        ConfigError: a key is missing, or the kind of model is unknown.
+    """
+    count = ModelSpec.from_hf_config
+    try:
+        return count(config, kv_dtype=kv_dtype, quantization=quantization)
+    except UnknownQuantisation as error:
+        logger.warning("Planning with weights of 16 bits: %s", error)
+        return count(config, kv_dtype=kv_dtype, weight_dtype="bfloat16")

@@ -21,7 +21,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.sampling.watermarking.core import _watermark_hash32_torch
 
-from sgl_kernel_ext.decode_attention import DTYPES
+from sgl_kernel_ext.host_kernels import DTYPES
 
 from ...errors import EngineError
 from . import packed_linears

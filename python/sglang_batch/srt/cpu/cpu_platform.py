@@ -66,9 +66,10 @@ class TorchNativeCpuPlatform(CpuDeviceMixin, interface.SRTPlatform):  # type: ig
         # Imported where a model is: it imports torch.
         from sglang.srt import batch_invariant_ops
 
-        from . import cpu_attention, cpu_backends, packed_linears
+        from . import cpu_attention, cpu_backends, packed_linears, token_layers
 
         packed_linears.use()
+        token_layers.use(self.get_dispatch_key_name())
         cpu_backends.use_pytorch()
         cpu_backends.register()
         cpu_backends.do_without()

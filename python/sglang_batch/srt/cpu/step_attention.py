@@ -19,6 +19,8 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 # Where reading a prefix once is faster, by `benchmark/bench_cpu_attention.py`: for decodes if
 # so many values of K and V are not read again, for prompts if it has so many tokens.
 _LEAST_VALUES, _LEAST_TOKENS = 1 << 22, 400
+# Values of K and V that the tokens of a request read at most if they attend one by one.
+_MOST_ALONE = 1 << 19
 
 
 class Span(NamedTuple):
@@ -103,8 +105,17 @@ class StepAttention:
         for requests, _, end in self._spans:
             self._own[requests] = end
             self._queries.append(self._tokens(requests))
-        self._one = np.flatnonzero(counts == 1)
-        self._one_tokens = self._tokens(self._one)
+        # Requests whose tokens attend one by one: decodes, and the few last tokens of a prompt,
+        # for which a call of PyTorch's attention takes longer.
+        alone = (counts == 1) | (
+            counts * (ends - self._own) * token_values <= _MOST_ALONE
+        )
+        self._together = np.flatnonzero(~alone)
+        requests = np.flatnonzero(alone)
+        self._alone = self._tokens(requests)
+        self._request = np.repeat(requests, counts[requests])
+        self._end = known[self._request] + 1 + _numbers(counts[requests])
+        self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
 
     def _tokens(self, requests: np.ndarray) -> torch.Tensor:
         """The tokens of some requests, int64, by operators of torch alone."""
@@ -130,34 +141,63 @@ class StepAttention:
         window: tokens before each query that it sees. None or negative: all of them.
 
         Returns:
-            float32, with the shape of q.
+            With the shape of q, of its dtype or float32.
         """
+        windowed = window is not None and window >= 0
+        begin = self._own[self._request]
+        if windowed:
+            begin = np.maximum(0, self._end - 1 - window)
+        arrays = (self._table, self._rows[self._request], begin, self._end, scale)
+        if not len(self._together) and (windowed or not self._spans):
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            lse = torch.full(q.shape[:2], float("-inf"))
+            attend_decodes(q, k_cache, v_cache, *arrays, out, lse)
+            return out
         out = torch.zeros(q.shape, dtype=torch.float32)
         lse = torch.full(q.shape[:2], float("-inf"))
-        begin = self._own
-        if window is not None and window >= 0:
-            begin = np.maximum(0, self._ends - self._counts - window)
-        else:
+        if not windowed:
             for span, queries in zip(self._spans, self._queries, strict=True):
                 self._attend_span(q, k_cache, v_cache, scale, span, queries, out, lse)
-        one, at = self._one, self._one_tokens
+        at = self._alone
         single = out[at]
-        attend_decodes(
-            q[at].float(), k_cache, v_cache, self._table, self._rows[one],
-            begin[one], self._ends[one], scale, single, lse[at],
-        )  # fmt: skip
+        attend_decodes(q[at], k_cache, v_cache, *arrays, single, lse[at])
         out[at] = single
-        for number in np.flatnonzero(self._counts > 1):
-            first = self._first[number]
-            tokens = slice(first, first + self._counts[number])
-            slots = self._table[self._rows[number], begin[number] : self._ends[number]]
+        for number in self._together:
+            first, count = self._first[number], self._counts[number]
+            tokens = slice(first, first + count)
+            start = self._own[number]
+            if windowed:
+                start = max(0, self._ends[number] - count - window)
+            slots = self._table[self._rows[number], start : self._ends[number]]
             keys, values = k_cache[slots].to(q.dtype), v_cache[slots].to(q.dtype)
-            part = _attend(q[tokens], keys, values, scale, True, window)
-            if begin is self._own and begin[number]:
+            mask = self._mask(number, start, window, q.dtype)
+            part = _attend(q[tokens], keys, values, scale, mask, causal=mask is None)
+            if start and not windowed:
                 merge(out[tokens], lse[tokens], *part)
             else:
                 out[tokens] = part[0]
         return out
+
+    def _mask(
+        self, number: int, start: int, window: int | None, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """What the tokens of a request do not see of its KV from ``start`` on, the same for all
+        layers. None if each sees all of its own tokens up to itself, and there are no others.
+        """
+        key = int(number), window
+        if key not in self._masks:
+            count, length = self._counts[number], self._ends[number] - start
+            before = int(length - count)
+            is_cut = window is not None and 0 <= window < count
+            mask = None
+            if before or is_cut:
+                seen = torch.ones(count, length, dtype=torch.bool).tril(before)
+                if window is not None and window >= 0:
+                    seen = seen.triu(before - window)
+                mask = torch.zeros(seen.shape, dtype=dtype)
+                mask.masked_fill_(~seen, float("-inf"))
+            self._masks[key] = mask
+        return self._masks[key]
 
     def _attend_span(
         self,
@@ -180,33 +220,35 @@ class StepAttention:
         out[queries], lse[queries] = whole, whole_lse
 
 
+def _numbers(counts: np.ndarray) -> np.ndarray:
+    """0 to each count, one after the other, int64."""
+    first: np.ndarray = np.repeat(np.cumsum(counts) - counts, counts)
+    numbers: np.ndarray = np.arange(len(first)) - first
+    return numbers
+
+
 def _attend(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     scale: float,
+    mask: torch.Tensor | None = None,
     causal: bool = False,
-    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of ``[n, heads, dim]`` to ``[length, kv_heads, dim]``, with its lse ``[n, heads]``.
 
-    causal: the queries are those of the last tokens, and see what is before them.
+    mask: added to the logits ``[n, length]``.
+    causal: the queries are those of the tokens, and see what is before them.
     """
     count, heads, dim = q.shape
     kv_heads = keys.shape[1]
-    before, mask = len(keys) - count, None
-    if causal and (before or (window is not None and 0 <= window < count)):
-        seen = torch.ones(count, len(keys), dtype=torch.bool).tril(before)
-        if window is not None and window >= 0:
-            seen = seen.triu(before - window)
-        mask = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, float("-inf"))
     # [kv_heads, heads of one, tokens, dim]; K and V are not copied for each of them.
     shape = (kv_heads, heads // kv_heads, len(keys), dim)
     part, lse = _flash(
-        q.view(count, *shape[:2], dim).permute(1, 2, 0, 3),
+        q.reshape(count, *shape[:2], dim).permute(1, 2, 0, 3),
         keys.transpose(0, 1).unsqueeze(1).expand(shape),
         values.transpose(0, 1).unsqueeze(1).expand(shape),
-        is_causal=causal and mask is None,
+        is_causal=causal,
         attn_mask=mask,
         scale=scale,
     )

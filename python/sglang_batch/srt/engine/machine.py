@@ -7,7 +7,6 @@ in earlier runs.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,10 +22,9 @@ from ...planner import machine_model
 from ...planner.costs import hardware as devices
 from ...planner.costs.cost_model import CostModel
 from ...planner.costs.hardware import HardwareSpec, Parallelism
-from ...planner.costs.model_spec import TYPICAL_MODEL, ModelSpec
+from ...planner.costs.model_spec import TYPICAL_MODEL, ModelSpec, counted_model
 from ...planner.costs.step_costs import StepSample, step_costs
-from ...planner.costs.step_law import StepLaw, fit_step_law, samples_array
-from ...planner.costs.weights import UnknownQuantisation
+from ...planner.costs.step_law import StepLaw
 from ...planner.machine_model import Machine
 from ...scheduling.step_record import KeptSamples
 from ...store import measured_costs as measured
@@ -34,6 +32,7 @@ from ...store.measured_costs import RowShareKey, TimedSteps, TimedStepsKey
 from ..compat.job_control import StepsQuery, StepsQueryOutput, channel_of
 from ..compat.server_types import OfflineArgs, SchedulerState, TokenizerManager
 from ..compat.support import ATTENTION_BACKEND, STATE_KEY
+from .timed_steps import STEP_WIDTH, engine_names, kept_law, samples_of
 
 logger = logging.getLogger(__name__)
 
@@ -183,22 +182,6 @@ def model_spec(
         return TYPICAL_MODEL
 
 
-def counted_model(
-    config: dict[str, Any], *, kv_dtype: str | None, quantization: str | None
-) -> ModelSpec:
-    """:meth:`ModelSpec.from_hf_config`; weights of unknown bits have 16, with a warning.
-
-    Raises:
-        ConfigError: a key is missing, or the kind of model is unknown.
-    """
-    count = ModelSpec.from_hf_config
-    try:
-        return count(config, kv_dtype=kv_dtype, quantization=quantization)
-    except UnknownQuantisation as error:
-        logger.warning("Planning with weights of 16 bits: %s", error)
-        return count(config, kv_dtype=kv_dtype, weight_dtype="bfloat16")
-
-
 def device_name() -> str | None:
     """The driver's name for this machine's GPU, or None without one."""
     if not torch.cuda.is_available():
@@ -218,7 +201,9 @@ def device() -> HardwareSpec:
     return found
 
 
-_WIDTH = len(StepSample._fields)
+def timed_device(device: str | None) -> str:
+    """The name of a device for its timed steps. device: the driver's, None for a CPU."""
+    return device or f"cpu, {torch.get_num_threads()} threads"
 
 
 def timed_steps_key(
@@ -229,47 +214,10 @@ def timed_steps_key(
     device: the driver's name, None for a CPU.
     """
     return TimedStepsKey(
-        **_names(device, spec, parallel),
+        **engine_names(timed_device(device), spec, parallel),
         attention_backend=_attention_backend(state),
         mixed=bool(state[STATE_KEY]["mixed_chunk"]),
     )
-
-
-def _names(
-    device: str | None, spec: ModelSpec, parallel: Parallelism
-) -> dict[str, str]:
-    return {
-        "device": device or f"cpu, {torch.get_num_threads()} threads",
-        "model": hashlib.sha256(repr(spec).encode()).hexdigest()[:16],
-        "parallelism": f"TP{parallel.tp} ranks{parallel.attention_ranks} "
-        f"EP{parallel.ep}",
-    }
-
-
-def planned_law(
-    cost: CostModel, device: str | None, spec: ModelSpec, parallel: Parallelism
-) -> tuple[StepLaw, bool] | None:
-    """The law of the last steps of such an engine on this machine, and whether it mixes.
-
-    For plans that start no engine. None if none has timed its steps.
-    """
-    kept = measured.newest_steps(**_names(device, spec, parallel))
-    if kept is None:
-        return None
-    law = fit_step_law(samples_array(_samples(kept)), cost)
-    return None if law is None else (law, kept.key.mixed)
-
-
-def _samples(kept: TimedSteps | None) -> list[StepSample]:
-    found = kept.samples if kept is not None else []
-    return [StepSample(*each) for each in found if len(each) == _WIDTH]
-
-
-def kept_law(cost: CostModel, key: TimedStepsKey) -> StepLaw | None:
-    """The law of the steps that were kept for an engine of this cost by its datasheet. None
-    if they are too few."""
-    kept = measured.kept_steps(key)
-    return None if kept is None else fit_step_law(samples_array(_samples(kept)), cost)
 
 
 async def keep_timed_steps(manager: TokenizerManager, key: TimedStepsKey) -> int:
@@ -283,9 +231,9 @@ async def keep_timed_steps(manager: TokenizerManager, key: TimedStepsKey) -> int
     found: list[float] = next((each.samples for each in answers if each.samples), [])
     if not found:
         return 0
-    known = KeptSamples(_samples(measured.kept_steps(key)))
-    for begin in range(0, len(found), _WIDTH):
-        known.add(StepSample(*found[begin : begin + _WIDTH]))
+    known = KeptSamples(samples_of(measured.kept_steps(key)))
+    for begin in range(0, len(found), STEP_WIDTH):
+        known.add(StepSample(*found[begin : begin + STEP_WIDTH]))
     entry = TimedSteps(
         key=key,
         samples=[list(map(float, sample)) for sample in known.samples],

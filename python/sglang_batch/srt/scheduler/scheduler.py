@@ -107,6 +107,13 @@ class OfflineScheduler(MarkedScheduler):
         super().init_all_attention_backends()
         share_by_default(self.tp_worker.model_runner)
 
+    def maybe_init_draft_worker(self) -> None:
+        super().maybe_init_draft_worker()
+        if self.draft_worker is not None:
+            from .drafts import draft_where_few_run  # its imports need ours on a CPU
+
+            draft_where_few_run(self)
+
     def get_prefill_adder_class(self) -> type[OfflinePrefillAdder]:
         return OfflinePrefillAdder
 
@@ -392,13 +399,9 @@ def _kv_use(jobs: EngineJobs) -> KvUse:
     kv_accounting = jobs.kv_accounting
     left, right, online = kv_accounting.kv
     return KvUse(
-        running=kv_accounting.num_running,
-        left=left,
-        right=right,
-        online=online,
-        shared=int(jobs.open.locked_tokens),
-        capacity=kv_accounting.capacity,
-    )
+        running=kv_accounting.num_running, left=left, right=right, online=online,
+        shared=int(jobs.open.locked_tokens), capacity=kv_accounting.capacity,
+    )  # fmt: skip
 
 
 def unload_others(manager: LoRAManager, needed: Collection[str | None]) -> None:

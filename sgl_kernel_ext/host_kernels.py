@@ -1,0 +1,95 @@
+"""What kernels for a CPU share: numba's settings, values of both dtypes, and threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba.extending import overload
+
+# The values of tensors, by dtype, as numba reads them: it has no bfloat16.
+DTYPES = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
+
+# Values of a row range that another thread is worth: some 50 us of work.
+_PART = 1 << 16
+
+# Not all of fastmath: values may be infinite, or no numbers.
+_MATH: dict[str, Any] = {
+    "fastmath": {"reassoc", "contract", "arcp", "nsz"}, "error_model": "numpy",
+}  # fmt: skip
+jit: Callable[..., Any] = numba.njit(cache=True, nogil=True, **_MATH)
+_inlined: Callable[..., Any] = numba.njit(cache=True, inline="always", **_MATH)
+
+
+@_inlined
+def negative_exp(x):  # type: ignore[no-untyped-def]
+    """e to the power of a float32 of 0 or less, within 2e-7, in vector instructions."""
+    x = max(x, np.float32(-87.0)) * np.float32(math.log2(math.e))
+    whole = np.floor(x + np.float32(0.5))
+    f = (x - whole) * np.float32(math.log(2))
+    power = np.float32(1 / 120) + f * np.float32(1 / 720)
+    power = np.float32(1 / 6) + f * (np.float32(1 / 24) + f * power)
+    power = np.float32(1) + f * (np.float32(1) + f * (np.float32(0.5) + f * power))
+    return power * np.int32((np.int32(whole) + np.int32(127)) << 23).view(np.float32)
+
+
+def as_float(x: Any) -> Any:
+    """A value as float32, also from the bits of a bfloat16."""
+    raise NotImplementedError("only compiled code calls it")
+
+
+@overload(as_float, inline="always")
+def _compiled_as_float(x):  # type: ignore[no-untyped-def]
+    if x == numba.types.uint16:
+        return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+    return lambda x: x
+
+
+def rounded(x: Any, to: Any) -> Any:
+    """A float32 as a value of an array ``to``, which has the bits of a bfloat16 or float32s."""
+    raise NotImplementedError("only compiled code calls it")
+
+
+@overload(rounded, inline="always")
+def _compiled_rounded(x, to):  # type: ignore[no-untyped-def]
+    if to.dtype != numba.types.uint16:
+        return lambda x, to: x
+
+    def round_to_even(x, to):  # type: ignore[no-untyped-def]
+        bits = np.float32(x).view(np.uint32)
+        even = np.uint32((bits >> np.uint32(16)) & np.uint32(1))
+        up = np.uint32(bits + np.uint32(0x7FFF) + even) >> np.uint32(16)
+        no_number = np.uint32(0) - np.uint32(x != x)  # all bits or none
+        kept = up & ~no_number
+        return np.uint16(kept | (no_number & np.uint32(0x7FC0)))
+
+    return round_to_even
+
+
+@cache
+def threads(number: int) -> ThreadPoolExecutor:
+    """Threads for kernels, which hold no lock of Python."""
+    return ThreadPoolExecutor(number, "cpu-kernels")
+
+
+def in_parts(
+    kernel: Callable[..., None],
+    given: tuple[Any, ...],
+    rows: int,
+    width: int,
+) -> None:
+    """Call a kernel for all rows of so many values, or for ranges of them in as many threads
+    as torch has. It gets the first and the end of its rows after ``given``."""
+    number = min(torch.get_num_threads(), rows * width // _PART)
+    if number <= 1:
+        kernel(*given, 0, rows)
+        return
+    ends = np.linspace(0, rows, number + 1).astype(int)
+    list(threads(number).map(lambda part: kernel(*given, *part), pairwise(ends)))

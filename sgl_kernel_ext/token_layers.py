@@ -1,0 +1,150 @@
+"""Layers that treat each token by itself, on a CPU, compiled with numba in one pass each.
+
+PyTorch runs each of them as a chain of operators. A decode step has so few tokens that the
+calls of these take longer than their work, and for a prompt each reads and writes all tokens
+again.
+
+Tensors are float32 or bfloat16, the work is done in float32, and a result is rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from .host_kernels import DTYPES, as_float, in_parts, jit, negative_exp, rounded
+
+
+@jit
+def _silu_and_mul(x, out, width, first, last):  # type: ignore[no-untyped-def]
+    for row in range(first, last):
+        gates = x[row * 2 * width : row * 2 * width + width]
+        ups = x[row * 2 * width + width : (row + 1) * 2 * width]
+        outs = out[row * width : (row + 1) * width]
+        for i in range(width):
+            gate = as_float(gates[i])
+            small = negative_exp(-abs(gate))
+            numerator = np.float32(1) if gate >= 0 else small
+            sigmoid = numerator / (np.float32(1) + small)
+            outs[i] = rounded(gate * sigmoid * as_float(ups[i]), out)
+
+
+@jit
+def _rms_norm(x, weight, epsilon, out, width, first, last):  # type: ignore[no-untyped-def]
+    for row in range(first, last):
+        values = x[row * width : (row + 1) * width]
+        outs = out[row * width : (row + 1) * width]
+        squares = np.float32(0)
+        for i in range(width):
+            squares += as_float(values[i]) * as_float(values[i])
+        scale = np.float32(1) / np.sqrt(squares / np.float32(width) + epsilon)
+        for i in range(width):
+            outs[i] = rounded(as_float(values[i]) * scale * as_float(weight[i]), out)
+
+
+@jit
+def _add_rms_norm(  # type: ignore[no-untyped-def]
+    x, residual, weight, epsilon, width, first, last
+):
+    sums = np.empty(width, np.float32)
+    for row in range(first, last):
+        values = x[row * width : (row + 1) * width]
+        added = residual[row * width : (row + 1) * width]
+        squares = np.float32(0)
+        for i in range(width):
+            total = as_float(values[i]) + as_float(added[i])
+            sums[i] = total
+            squares += total * total
+            added[i] = rounded(total, residual)
+        scale = np.float32(1) / np.sqrt(squares / np.float32(width) + epsilon)
+        for i in range(width):
+            values[i] = rounded(sums[i] * scale * as_float(weight[i]), x)
+
+
+@jit
+def _rotate(  # type: ignore[no-untyped-def]
+    x, stride, heads, dim, positions, table, halves, first, last
+):
+    half = table.shape[1] // 2
+    step = 1 if halves else 2
+    other = half if halves else 1
+    for row in range(first, last):
+        if not 0 <= positions[row] < len(table):
+            raise IndexError("a position is not in the table of angles")
+        angles = table[positions[row]]
+        cosines, sines = angles[:half], angles[half:]
+        for head in range(heads):
+            begin = row * stride + head * dim
+            values = x[begin : begin + dim]
+            for i in range(half):
+                a, b = as_float(values[i * step]), as_float(values[i * step + other])
+                cosine, sine = as_float(cosines[i]), as_float(sines[i])
+                values[i * step] = rounded(a * cosine - b * sine, x)
+                values[i * step + other] = rounded(b * cosine + a * sine, x)
+
+
+def _values(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    """All values of a contiguous tensor, one after the other, as numba reads them."""
+    values: np.ndarray[Any, Any] = x.detach().view(DTYPES[x.dtype]).numpy()
+    return values.reshape(-1)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` of a contiguous ``[..., 2 * width]`` with gates first: ``[..., width]``."""
+    width = x.shape[-1] // 2
+    out = x.new_empty((*x.shape[:-1], width))
+    rows = out.numel() // max(1, width)
+    in_parts(_silu_and_mul, (_values(x), _values(out), width), rows, width)
+    return out
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """``x / sqrt(mean(x ** 2) + epsilon) * weight`` of a contiguous ``[..., width]``."""
+    width = x.shape[-1]
+    out = torch.empty_like(x)
+    given = (_values(x), _values(weight), np.float32(epsilon), _values(out), width)
+    in_parts(_rms_norm, given, x.numel() // max(1, width), width)
+    return out
+
+
+def add_rms_norm_(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> None:
+    """Add ``x`` to ``residual``, and put the :func:`rms_norm` of the sum in place of ``x``.
+
+    x, residual: contiguous ``[..., width]``. The norm is that of the sum before it is rounded.
+    """
+    width = x.shape[-1]
+    given = (_values(x), _values(residual), _values(weight), np.float32(epsilon), width)
+    in_parts(_add_rms_norm, given, x.numel() // max(1, width), width)
+
+
+def rotate_(
+    x: torch.Tensor,
+    dim: int,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    halves: bool,
+) -> None:
+    """Rotate the heads of tokens by the angles of their positions, in place.
+
+    Args:
+        x: ``[n, num_heads * dim]``, whose rows may be further apart.
+        positions: int64 ``[n]``, rows of the table.
+        table: contiguous ``[most_positions, rotated]``, cosines of each pair, then its sines.
+            The first ``rotated`` values of a head are rotated.
+        halves: a pair is a value of the first half and one of the second (GPT-NeoX), not
+            two neighbours (GPT-J).
+    """
+    n, width = x.shape
+    if not n:
+        return
+    stride = x.stride(0)
+    flat = x.as_strided(((n - 1) * stride + width,), (1,))
+    bits = table.view(DTYPES[table.dtype]).numpy()
+    given = (
+        _values(flat), stride, width // dim, dim, positions.numpy(), bits, halves,
+    )  # fmt: skip
+    in_parts(_rotate, given, n, width)

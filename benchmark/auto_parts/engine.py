@@ -29,7 +29,7 @@ from tqdm import tqdm
 from sglang_batch.config import AUTO
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.machine_model import Machine
-from sglang_batch.planner.requests import UNKNOWN, PlanRequests
+from sglang_batch.planner.requests import UNKNOWN, Int32s, PlanRequests
 from sglang_batch.run.demo_model import write_demo_model
 
 from . import simulated
@@ -162,8 +162,9 @@ def scaled(shape: Shape, machine: Machine) -> Shape:
     kv = machine.limits.kv_capacity_tokens
     step = max(1.0, shape.machine.limits.kv_capacity_tokens / kv)
 
-    def fewer(length: np.ndarray) -> np.ndarray:
-        return np.maximum(np.rint(length / step), 1).astype(np.int32)
+    def fewer(length: Int32s) -> Int32s:
+        scaled: Int32s = np.maximum(np.rint(length / step), 1).astype(np.int32)
+        return scaled
 
     requests = shape.requests
     # A token's place decides whether it stays: what is equal stays equal.

@@ -46,7 +46,27 @@ def _attend(  # type: ignore[no-untyped-def]
                     sums[g, d] = as_float(out[b, head, d]) if known else np.float32(0)
             for tile in range(begin[b], end[b], _TILE):
                 count = min(_TILE, end[b] - tile)
-                for i in range(count):
+                whole = count - count % 4
+                for i in range(0, whole, 4):
+                    key0, key1 = (
+                        k[slots[tile + i], kv_head],
+                        k[slots[tile + i + 1], kv_head],
+                    )
+                    key2, key3 = (
+                        k[slots[tile + i + 2], kv_head],
+                        k[slots[tile + i + 3], kv_head],
+                    )
+                    for g in range(group):
+                        query = queries[g]
+                        dot0 = dot1 = dot2 = dot3 = np.float32(0)
+                        for d in range(dim):
+                            dot0 += query[d] * as_float(key0[d])
+                            dot1 += query[d] * as_float(key1[d])
+                            dot2 += query[d] * as_float(key2[d])
+                            dot3 += query[d] * as_float(key3[d])
+                        logits[g, i], logits[g, i + 1] = dot0, dot1
+                        logits[g, i + 2], logits[g, i + 3] = dot2, dot3
+                for i in range(whole, count):
                     key = k[slots[tile + i], kv_head]
                     for g in range(group):
                         query = queries[g]
@@ -69,7 +89,27 @@ def _attend(  # type: ignore[no-untyped-def]
                     weight[g] = weight[g] * factor + added
                     for d in range(dim):
                         total[d] *= factor
-                for i in range(count):
+                for i in range(0, whole, 4):
+                    value0, value1 = (
+                        v[slots[tile + i], kv_head],
+                        v[slots[tile + i + 1], kv_head],
+                    )
+                    value2, value3 = (
+                        v[slots[tile + i + 2], kv_head],
+                        v[slots[tile + i + 3], kv_head],
+                    )
+                    for g in range(group):
+                        total = sums[g]
+                        power0, power1 = logits[g, i], logits[g, i + 1]
+                        power2, power3 = logits[g, i + 2], logits[g, i + 3]
+                        for d in range(dim):
+                            total[d] += (
+                                power0 * as_float(value0[d])
+                                + power1 * as_float(value1[d])
+                                + power2 * as_float(value2[d])
+                                + power3 * as_float(value3[d])
+                            )
+                for i in range(whole, count):
                     value = v[slots[tile + i], kv_head]
                     for g in range(group):
                         power, total = logits[g, i], sums[g]

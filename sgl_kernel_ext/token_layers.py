@@ -68,21 +68,24 @@ def _rotate(  # type: ignore[no-untyped-def]
     x, stride, heads, dim, positions, table, halves, first, last
 ):
     half = table.shape[1] // 2
-    step = 1 if halves else 2
-    other = half if halves else 1
     for row in range(first, last):
         if not 0 <= positions[row] < len(table):
             raise IndexError("a position is not in the table of angles")
-        angles = table[positions[row]]
-        cosines, sines = angles[:half], angles[half:]
-        for head in range(heads):
-            begin = row * stride + head * dim
-            values = x[begin : begin + dim]
-            for i in range(half):
-                a, b = as_float(values[i * step]), as_float(values[i * step + other])
-                cosine, sine = as_float(cosines[i]), as_float(sines[i])
-                values[i * step] = rounded(a * cosine - b * sine, x)
-                values[i * step + other] = rounded(b * cosine + a * sine, x)
+        cosines, sines = table[positions[row], :half], table[positions[row], half:]
+        for begin in range(row * stride, row * stride + heads * dim, dim):
+            if halves:
+                low, high = x[begin : begin + half], x[begin + half : begin + 2 * half]
+                for i in range(half):
+                    a, b = as_float(low[i]), as_float(high[i])
+                    cosine, sine = as_float(cosines[i]), as_float(sines[i])
+                    low[i] = rounded(a * cosine - b * sine, x)
+                    high[i] = rounded(b * cosine + a * sine, x)
+            else:
+                for i in range(half):
+                    a, b = as_float(x[begin + 2 * i]), as_float(x[begin + 2 * i + 1])
+                    cosine, sine = as_float(cosines[i]), as_float(sines[i])
+                    x[begin + 2 * i] = rounded(a * cosine - b * sine, x)
+                    x[begin + 2 * i + 1] = rounded(b * cosine + a * sine, x)
 
 
 def _values(x: torch.Tensor) -> np.ndarray[Any, Any]:

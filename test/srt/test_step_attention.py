@@ -100,8 +100,9 @@ def test_all_requests_of_a_step_at_once(
     monkeypatch.setattr(step_attention, "_LEAST_VALUES", worth)
     monkeypatch.setattr(step_attention, "_LEAST_TOKENS", min(worth, 1000))
     for seed in range(3):
-        # Tokens of prompts together, alone, or together from some length on.
-        monkeypatch.setattr(step_attention, "_MOST_ALONE", (0, 1 << 40, 1 << 14)[seed])
+        # Tokens of prompts together, alone, or together after many others.
+        monkeypatch.setattr(step_attention, "_MOST_ALONE", (0, 512, 512)[seed])
+        monkeypatch.setattr(step_attention, "_MOST_PAIRS", (0, 1 << 14, 1000)[seed])
         step = Step(seed, kind)
         q, k, v = step.tensors(dtype, *shape)
         ours = StepAttention(

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import StrictUndefined, TemplateSyntaxError, Undefined, meta, nodes
-from jinja2.exceptions import SecurityError
+from jinja2.exceptions import SecurityError, UndefinedError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import ConfigError, InputError
@@ -23,7 +23,8 @@ _WAYS: dict[Any, str] = {
     SecurityError: "a template can use the values of its row alone",
     NotJson: "end a chain of filters with join or list",
     (OverflowError, MemoryError, RecursionError): "shorten its loops",
-    Exception: "ask `is defined` or `is none` first, or use default()",
+    UndefinedError: "ask `is defined` first, or use default()",
+    Exception: "correct the template or the row",
 }
 
 

@@ -19,8 +19,9 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 # Where reading a prefix once is faster, by `benchmark/bench_cpu_attention.py`: for decodes if
 # so many values of K and V are not read again, for prompts if it has so many tokens.
 _LEAST_VALUES, _LEAST_TOKENS = 1 << 22, 400
-# Values of K and V that the tokens of a request read at most if they attend one by one.
-_MOST_ALONE = 1 << 19
+# The tokens of a request attend one by one, where each reads only what it sees, if they are at
+# most so many, and so are the pairs of them and of tokens before them.
+_MOST_ALONE, _MOST_PAIRS = 512, 1 << 14
 
 
 class Span(NamedTuple):
@@ -105,11 +106,8 @@ class StepAttention:
         for requests, _, end in self._spans:
             self._own[requests] = end
             self._queries.append(self._tokens(requests))
-        # Requests whose tokens attend one by one: decodes, and the few last tokens of a prompt,
-        # for which a call of PyTorch's attention takes longer.
-        alone = (counts == 1) | (
-            counts * (ends - self._own) * token_values <= _MOST_ALONE
-        )
+        pairs = counts * (known - self._own)
+        alone = (counts <= _MOST_ALONE) & (pairs <= _MOST_PAIRS) | (counts == 1)
         self._together = np.flatnonzero(~alone)
         requests = np.flatnonzero(alone)
         self._alone = self._tokens(requests)

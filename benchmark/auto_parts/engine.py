@@ -163,8 +163,8 @@ def scaled(shape: Shape, machine: Machine) -> Shape:
     step = max(1.0, shape.machine.limits.kv_capacity_tokens / kv)
 
     def fewer(length: Int32s) -> Int32s:
-        scaled: Int32s = np.maximum(np.rint(length / step), 1).astype(np.int32)
-        return scaled
+        kept: Int32s = np.maximum(np.rint(length / step), 1).astype(np.int32)
+        return kept
 
     requests = shape.requests
     # A token's place decides whether it stays: what is equal stays equal.

@@ -388,7 +388,7 @@ SECTIONS = (
         "Drafts in the tail",
         "SmolLM2-135M-Instruct in float32 (`sglang-batch demo-model --real`). The tail are the steps without prompts in which fewer than 8 requests "
         "decode. Samples are multiplied row by row, so drafts take longer there than they save; on a GPU nothing was timed.",
-        [("drafts_samples", ALL)],
+        [("drafts_samples", ALL), ("drafts_questions", ALL)],
     ),
     Section(
         "Doors",

@@ -157,7 +157,6 @@ def _add_exec(commands: Any) -> None:
 
 
 def _add_backup(commands: Any) -> None:
-    """The commands backup and restore."""
     usual = platformdirs.user_data_path("sglang-batch")
     for name, about in {
         "backup": "Write a backup of a server while it runs.",

@@ -109,14 +109,9 @@ class StopRules:
         return cls.parse(value)
 
     def to_text(self) -> str:
-        value: dict[str, Any] = {}
-        if self.json:
-            value["json"] = True
-        if self.regexes:
-            value["regex"] = list(self.regexes)
-        if self.repetition is not None:
-            value["repetition"] = dataclasses.asdict(self.repetition)
-        return json.dumps(value)
+        loops = self.repetition and dataclasses.asdict(self.repetition)
+        rules = {"json": self.json, "regex": self.regexes, "repetition": loops}
+        return json.dumps({name: rule for name, rule in rules.items() if rule})
 
 
 NO_RULES = StopRules()

@@ -205,7 +205,6 @@ class DecodeLoop:
         return chain(self._waiting, self._by_length)
 
     def _let_wait(self, query: Query) -> None:
-        """A row waits from now on, or again."""
         self._queue_of(query).add(query)
         if place := self._place_of(query):
             self._admission.add(query.row(), place)

@@ -239,7 +239,6 @@ def cheapest_cuts(
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Tokens that two prompts have in common at their beginning."""
     length = 0
     for one, other in zip(first, second, strict=False):
         if one != other:

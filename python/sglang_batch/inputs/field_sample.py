@@ -117,7 +117,6 @@ class FieldSample:
                 self._chars += len(text)
 
     def _thin(self) -> None:
-        """Keep every second of the rows."""
         values, numbered = self._values, [list(texts) for texts in self._texts]
         self._clear()
         for start in range(0, len(values), 2 * self._width):

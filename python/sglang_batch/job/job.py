@@ -149,7 +149,6 @@ class Job:
         await self._dispatcher.run()
 
     async def _run_planned(self) -> None:
-        """Render and plan, and run the planned part meanwhile."""
         with self._renderer.spool(self._options.directory):
             async with task_group() as group:
                 group.create_task(self._renderer.read(self._todo, self._rendered))

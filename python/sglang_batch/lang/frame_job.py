@@ -283,7 +283,6 @@ def _run(arguments: list[str]) -> None:
 def _submit(
     server: str, api_key: str | None, inputs: JobInput, place: Path, results: Path
 ) -> None:
-    """Run a batch on a server."""
     from ..run.client.batch_client import BatchClient
     from ..run.client.client_commands import download_all, until_ended
     from ..run.progress import Display

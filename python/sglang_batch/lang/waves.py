@@ -427,8 +427,6 @@ CONNECT_TIMEOUT_S = 60
 
 
 class _WaveAnswer(msgspec.Struct):
-    """One line of the server's response to a wave."""
-
     index: int
     status_code: int
     body: msgspec.Raw

@@ -113,7 +113,9 @@ def _plan_input(
         own_tokens = None
         if own_order is not None:
             own = LocalInput(own_order, local.title, local.parts)
-            own_tokens = _num_unique_tokens(renderer.render(own, "off").requests)
+            other = renderer.render(own, "off").requests
+            tree = build_prefix_tree(other.tokens, other.offsets)
+            own_tokens = tree.num_unique_tokens
         device, note = chosen_device(options, engine.device)
         counted = count(None, None)
         planned = make_machine(options, counted, device)
@@ -123,11 +125,6 @@ def _plan_input(
         report = _report(options, title, rendered, planned, where)
     report = replace(report, measured=steps, own_order_tokens=own_tokens)
     return show(report, options)
-
-
-def _num_unique_tokens(requests: PlanRequests) -> int:
-    """Prompt tokens that are computed if each prefix is computed once."""
-    return build_prefix_tree(requests.tokens, requests.offsets).num_unique_tokens
 
 
 def _check_spread(given: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ import platform
 import zipfile
 from array import array
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -86,6 +86,7 @@ class RenderedFile:
     engine: EngineFacts
 
 
+@dataclass(eq=False)
 class FileRenderer:
     """Renders files for a plan, with SGLang for those that no earlier plan has rendered.
 
@@ -96,19 +97,11 @@ class FileRenderer:
         directory: for the tokens, which are gone when the context ends.
     """
 
-    def __init__(
-        self,
-        server_argv: list[str],
-        given: argparse.Namespace,
-        *,
-        skip_invalid: bool,
-        directory: Path,
-    ) -> None:
-        self._argv = server_argv
-        self._given = given
-        self._skip_invalid = skip_invalid
-        self._directory = directory
-        self._open = ExitStack()
+    server_argv: list[str]
+    given: argparse.Namespace
+    skip_invalid: bool
+    directory: Path
+    _open: ExitStack = field(default_factory=ExitStack, init=False)
 
     def __enter__(self) -> FileRenderer:
         return self
@@ -133,9 +126,9 @@ class FileRenderer:
 
     def _rendered(self, local: LocalInput, dedupe: str) -> RenderedFile:
         # The lines are checked first: the import of SGLang takes seconds.
-        skip = self._skip_invalid
-        file = checked_requests(local, self._given, skip_invalid=skip)
-        spool = TokenSpool(self._directory / f"{local.path.stem}.i32")
+        skip = self.skip_invalid
+        file = checked_requests(local, self.given, skip_invalid=skip)
+        spool = TokenSpool(self.directory / f"{local.path.stem}.i32")
         with file.closing():
             renderer, engine = self._sglang
             self._open.enter_context(spool)
@@ -150,7 +143,7 @@ class FileRenderer:
         import_no_kernels()
         from ..srt.engine import in_process, machine
 
-        args = in_process.parse_server_args(self._argv)
+        args = in_process.parse_server_args(self.server_argv)
         renderer = self._open.enter_context(in_process.renderer(args))
         kept = args.kv_cache_dtype
         device = machine.device_name()
@@ -169,15 +162,15 @@ class FileRenderer:
 
     def _place(self, local: LocalInput, dedupe: str) -> Path | None:
         """Where the prompts of a file are kept. None if not all is known that they depend on."""
-        files = _files_of(self._argv, self._given)
+        files = _files_of(self.server_argv, self.given)
         if files is None:
             return None
         own = list(Path(__file__).parents[1].rglob("*.py"))
         known = (
             [version(name) for name in _PACKAGES],
             max(path.stat().st_mtime_ns for path in own),
-            local.sha256(), local.title, local.parts, dedupe, self._skip_invalid,
-            self._argv, files, _this_machine(),
+            local.sha256(), local.title, local.parts, dedupe, self.skip_invalid,
+            self.server_argv, files, _this_machine(),
         )  # fmt: skip
         digest = hashlib.sha256(msgspec.json.encode(known)).hexdigest()
         return platformdirs.user_data_path("sglang-batch") / "prompts" / f"{digest}.npz"
@@ -222,16 +215,8 @@ def _this_machine() -> list[Any]:
     ]
 
 
-class _Rest(msgspec.Struct, frozen=True):
-    """All of a :class:`RenderedFile` but its arrays."""
-
-    custom_ids: list[str]
-    refused: list[LeftOut]
-    num_merged: int
-    num_lines: int
-    engine: EngineFacts
-
-
+# All of a :class:`RenderedFile` but its arrays.
+_Rest = tuple[list[str], list[LeftOut], int, int, EngineFacts]
 _ARRAYS = ("tokens", "offsets", "max_new_tokens", "known_output_len", "adapter")
 
 
@@ -246,24 +231,19 @@ def _kept(path: Path) -> RenderedFile | None:
         os.utime(path)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None  # msgspec's errors are ValueErrors
-    return RenderedFile(requests, **msgspec.structs.asdict(rest))
+    return RenderedFile(requests, *rest)
 
 
 def _keep(path: Path, file: RenderedFile) -> None:
     """Keep the prompts, which only this user may read, if the disk allows it."""
     if len(file.requests.tokens) > KEPT_TOKENS:
         return
-    rest = _Rest(
-        file.custom_ids, file.refused, file.num_merged, file.num_lines, file.engine
-    )
+    _, *rest = (getattr(file, each.name) for each in fields(file))
     arrays = {name: getattr(file.requests, name) for name in _ARRAYS}
     try:
         encoded = msgspec.json.encode(rest)
-    except (
-        TypeError,
-        ValueError,
-    ):  # a model's own configuration, half a surrogate pair
-        return
+    except (TypeError, ValueError):
+        return  # a model's own configuration, half a surrogate pair
     content = io.BytesIO()
     np.savez(
         content,
@@ -307,12 +287,8 @@ async def render_file(
         request = file[int(number)]
         return request, await renderer.render(request)
 
-    with tqdm(
-        total=len(equal.todo),
-        desc="Rendering",
-        unit="req",
-        dynamic_ncols=True,
-    ) as bar:
+    bar = tqdm(total=len(equal.todo), desc="Rendering", unit="req", dynamic_ncols=True)
+    with bar:
         async for request, found in in_order(map(render, equal.todo), LOOKAHEAD):
             bar.update()
             if isinstance(found, str):

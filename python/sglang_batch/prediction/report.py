@@ -374,7 +374,6 @@ def forecast(
 
 
 def _sample(requests: PlanRequests, true: Int32s, share: float, seed: int) -> Observed:
-    """The true lengths of a sample of the requests."""
     tree = build_prefix_tree(requests.tokens, requests.offsets)
     sample = choose_sample(tree, requests, share=share, seed=seed)
     return Observed(sample, true[sample])

@@ -167,7 +167,6 @@ class SlimeGenerate:
 
 
 async def _workers(args: Any) -> list[str]:
-    """The workers of slime's router."""
     router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
     async with httpx.AsyncClient() as http:
         try:

@@ -250,7 +250,6 @@ class RunningJob:
             )
 
     def _named(self, tail: Tail) -> LastRequests:
-        """The tail with the ids of its requests."""
         ids = tuple(self._requests[number].custom_id for number in tail.last)
         return LastRequests(round(tail.engine_s, 3), tail.requests, ids)
 
@@ -351,7 +350,6 @@ def _ray_dashboard() -> str:
 def _answer_invalid(
     log: ResultLog, local: LocalInput, requests: BatchFile, job_id: str
 ) -> None:
-    """Store an error line for each bad line."""
     for index, error in requests.invalid.items():
         custom_id, message = requests.custom_id(index), local.described(error)
         line = invalid_line(index, custom_id, job_id, error.code, message)

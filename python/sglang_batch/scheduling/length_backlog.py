@@ -146,7 +146,6 @@ class LengthBacklog(Backlog):
 
     @property
     def _next_batch(self) -> int:
-        """Number of the candidate batch."""
         return int(self._batches.state[0]["num_batches"])
 
     def runs(self, request: ScheduledRequest) -> None:

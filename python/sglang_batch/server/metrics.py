@@ -153,7 +153,6 @@ class BatchMetrics:
         self._webhooks = attempts
 
     def _count(self, before: Row, row: Row) -> None:
-        """Add a batch's changes to the counters."""
         endpoint = row["endpoint"] if row["endpoint"] in api.ENDPOINTS else OTHER
         for outcome in ("completed", "failed"):
             self._add("lines", row[outcome] - before[outcome], endpoint, outcome)

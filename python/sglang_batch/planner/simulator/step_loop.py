@@ -95,7 +95,6 @@ def _sample(samples: Floats, stride: int, step: int, values: tuple[float, ...]) 
 
 @jit_inlined
 def _prompts(sim: Sim, lengths: RowLengths, target: float) -> tuple[int, float]:
-    """Admit requests and compute prompts."""
     state = sim.state
     state.cut = 0
     if sim.engine.as_sglang:

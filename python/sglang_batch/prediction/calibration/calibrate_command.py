@@ -181,7 +181,6 @@ def as_table(found: Measurement, fitted: RowShare) -> str:
 
 
 def _advice(fitted: RowShare) -> str:
-    """How another attempt may succeed."""
     if fitted.noise > LOUD:
         return (
             "Steps of one batch take very different times: end other work on this "
@@ -307,7 +306,6 @@ class _Calibration:
         return Measurement(key, sizes, [one for each in rounds for one in each], law)
 
     async def _law(self, timer: DecodeTimer, mixed: Sequence[Mix]) -> StepLaw | None:
-        """The law of steps of the mixes."""
         learnt = timer.engine.learnt
         assert learnt is not None  # it is connected
         begun = time.monotonic()

@@ -117,7 +117,6 @@ def results(server: BatchClient, options: argparse.Namespace) -> Shown:
 
 
 def _follow(server: BatchClient, batch: Batch) -> Shown:
-    """Show the progress of a batch until it ends."""
     batch_id = batch["id"]
     try:
         batch = until_ended(server, batch, Display(sys.stderr))

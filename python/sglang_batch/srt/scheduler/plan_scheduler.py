@@ -463,7 +463,6 @@ class PlanScheduler(SchedulerPart):
             self._prefixes.started(job, request, cached)
 
     def _prefilled(self, job: JobState | None, request: ScheduledRequest) -> None:
-        """A prompt, or a part of it, is in the batch."""
         req: Req = request.req
         tokens, before = req.extend_end - req.prefix_len, req.prefix_len
         media = num_placeholders(req, before, req.extend_end)

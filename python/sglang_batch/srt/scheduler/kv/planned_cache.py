@@ -19,6 +19,7 @@ it can get (:meth:`PinnedPrefixes.unpin_until_free`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -156,6 +157,7 @@ class Pin(NamedTuple):
     prompt: Prompt
 
 
+@dataclass(eq=False)
 class PinnedPrefixes:
     """The prefixes that jobs have pinned in the cache, and the order to unpin them.
 
@@ -165,18 +167,10 @@ class PinnedPrefixes:
             again.
     """
 
-    def __init__(
-        self,
-        cache: PlannedRadixCache,
-        jobs: OpenJobs,
-        host: HostPrefixes | None = None,
-        *,
-        saves_all: bool = False,
-    ) -> None:
-        self._cache = cache
-        self._jobs = jobs
-        self.host = host
-        self._saves_all = saves_all
+    cache: PlannedRadixCache
+    jobs: OpenJobs
+    host: HostPrefixes | None = None
+    saves_all: bool = field(default=False, kw_only=True)
 
     @property
     def host_room(self) -> int:
@@ -188,9 +182,9 @@ class PinnedPrefixes:
         for node in nodes:
             if job.uses.wanted(node):
                 end = int(job.uses.depth[node])
-                if self._cache.supports_mamba():
+                if self.cache.supports_mamba():
                     end = job.uses.state_end(node)
-                lock = self._cache.lock_prefix(req, end)
+                lock = self.cache.lock_prefix(req, end)
                 if lock is not None:
                     job.uses.pin(node, Pin(lock, Prompt.of(req)))
 
@@ -199,7 +193,7 @@ class PinnedPrefixes:
 
     def unlock(self, pins: list[Pin]) -> None:
         for pin in pins:
-            self._cache.unlock(pin.lock)
+            self.cache.unlock(pin.lock)
 
     def unpin_spent(self, job: JobState, request: ScheduledRequest) -> None:
         self.unpin(job, job.uses.spent(request))
@@ -211,7 +205,7 @@ class PinnedPrefixes:
 
     def forget_all(self) -> None:
         """The tree was emptied, and its locks with it."""
-        for job in self._jobs.each:
+        for job in self.jobs.each:
             job.uses.forget_pins()
         if self.host is not None:
             self.host.drop_all()
@@ -220,7 +214,7 @@ class PinnedPrefixes:
 
     def unpin_until_evictable(self, wanted: EvictParams) -> None:
         """Unpin prefixes until the cache can evict as many tokens as wanted, or none is left."""
-        cache = self._cache
+        cache = self.cache
 
         def too_few_windows_or_states() -> bool:
             windows, states = wanted.swa_num_tokens, wanted.mamba_num
@@ -239,12 +233,12 @@ class PinnedPrefixes:
     def unpin_until_free(self, num_tokens: int) -> None:
         """Unpin prefixes until ``num_tokens`` can be allocated, or none is left."""
         self._unpin_unused_until_free(num_tokens)
-        while self._cache.free_or_evictable_windows() < num_tokens:
+        while self.cache.free_or_evictable_windows() < num_tokens:
             if not self._unpin_in_use():
                 return
 
     def _unpin_unused_until_free(self, num_tokens: int) -> None:
-        cache = self._cache
+        cache = self.cache
         while (
             min(cache.free_or_evictable(), cache.free_or_evictable_windows())
             < num_tokens
@@ -255,7 +249,7 @@ class PinnedPrefixes:
     def unpin_furthest(self) -> bool:
         """Unpin the prefix whose next use is furthest away, in the last job that has
         one. False if none is pinned."""
-        for job in reversed([*self._jobs.in_order()]):
+        for job in reversed([*self.jobs.in_order()]):
             node = job.uses.furthest()
             if node:
                 self._save(job, node)
@@ -267,7 +261,7 @@ class PinnedPrefixes:
         """Unpin a prefix that running requests use, in the last job that has one. They hold
         the prefix, but not its window or state: of each prefix on a path one is pinned, for
         later requests alone. Together they may fill that pool."""
-        for job in reversed([*self._jobs.in_order()]):
+        for job in reversed([*self.jobs.in_order()]):
             node = job.uses.furthest_in_use()
             if node:
                 self.unpin(job, [node])
@@ -283,7 +277,7 @@ class PinnedPrefixes:
         """
         uses, pin = job.uses, job.uses.pins[node]
         if self.host is None or not (
-            self._saves_all
+            self.saves_all
             or job.plan.open_ended
             or any(node in uses.path(each.node) for each in job.left_prefix)
         ):
@@ -298,32 +292,32 @@ class PinnedPrefixes:
         if self.host is None or not job.plan.open_ended or request.leaf < 0:
             return
         begin = int(job.uses.depth[request.node])
-        end = request.input_len // self._cache.page_size * self._cache.page_size
+        end = request.input_len // self.cache.page_size * self.cache.page_size
         if end - begin < BLOCK:
             return
-        lock = self._cache.lock_prefix(request.req, end)
+        lock = self.cache.lock_prefix(request.req, end)
         if lock is not None:
             self.host.save(job, Prompt.of(request.req), lock.node, begin, end)
-            self._cache.unlock(lock)
+            self.cache.unlock(lock)
 
     def reachable_tokens(self, num_tokens: int) -> int:
         """Tokens that can be allocated after unpinning, exact up to ``num_tokens``. With
         several jobs this does unpin: a prefix may be pinned by two, and only unpinning
         shows whether any KV becomes evictable."""
-        if len(self._jobs) > 1:
+        if len(self.jobs) > 1:
             self._unpin_unused_until_free(num_tokens)
-        idle = self._jobs.idle_tokens if len(self._jobs) == 1 else 0
-        return min(self._cache.free_or_evictable() + idle, self.window_room)
+        idle = self.jobs.idle_tokens if len(self.jobs) == 1 else 0
+        return min(self.cache.free_or_evictable() + idle, self.window_room)
 
     @property
     def window_room(self) -> int:
         """Tokens of sliding-window layers that can be had, by unpinning if need be. Without
         such layers no limit. Windows may overlap, so it may be less."""
-        room = self._cache.free_or_evictable_windows()
-        if room == NO_LIMIT or len(self._jobs) > 1:
+        room = self.cache.free_or_evictable_windows()
+        if room == NO_LIMIT or len(self.jobs) > 1:
             return room
-        window = int(self._cache.swa_retain_window + self._cache.page_size)
-        return room + self._jobs.num_idle * window
+        window = int(self.cache.swa_retain_window + self.cache.page_size)
+        return room + self.jobs.num_idle * window
 
 
 def register() -> None:

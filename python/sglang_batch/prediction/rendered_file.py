@@ -49,7 +49,7 @@ LOOKAHEAD = 32
 KEPT_FILES, KEPT_TOKENS = 8, 1 << 26
 # Environment variables that change what SGLang makes of prompts, models or this machine.
 _VARIABLES = ("SGLANG_", "HF_", "TRANSFORMERS_", "OMP_", "CUDA_", "HIP_", "ROCR_")
-_PACKAGES = ("sglang", "sglang-batch", "torch", "transformers", "tokenizers")
+_PACKAGES = ("sglang", "torch", "transformers", "tokenizers")
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -55,13 +55,17 @@ class StepCost:
     @classmethod
     def of(cls, cost: CostModel) -> StepCost:
         return cls(
-            float(cost.token_time_s), float(cost.attention_time_s),
-            float(cost.kv_read_time_s), float(cost.weight_read_time_s),
-            float(cost.row_share), cost.padded, float(cost.encoder_token_time_s),
+            float(cost.token_time_s),
+            float(cost.attention_time_s),
+            float(cost.kv_read_time_s),
+            float(cost.weight_read_time_s),
+            float(cost.row_share),
+            cost.padded,
+            float(cost.encoder_token_time_s),
             MixingCost.of(cost),
             float(max(cost.interference_exponent, cost.split_exponent)),
             cost.light_tokens(LIGHT),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,14 +245,26 @@ def unplanned(machine: Machine) -> JobPlan:
     """The plan of a job whose requests join in the order of their arrival."""
     none = np.zeros(0, np.int32)
     root = np.zeros(1, np.int32)
-    steps = np.zeros(0, np.float32)
     return JobPlan(
-        policy="fcfs", number=none, position=none, node=none, input_len=none, read_len=none,
-        est_decode_steps=steps, est_decode_steps_sq=steps,
-        parent=root - 1, depth=root, leaf_begin=root, leaf_end=root,
-        density=None, num_left=0, compute_s=0.0, kv_read_s=0.0,
-        min_step_tokens=_min_step_tokens(machine), cost=StepCost.of(machine.cost),
-    )  # fmt: skip
+        policy="fcfs",
+        number=none,
+        position=none,
+        node=none,
+        input_len=none,
+        read_len=none,
+        est_decode_steps=np.zeros(0, np.float32),
+        est_decode_steps_sq=np.zeros(0, np.float32),
+        parent=root - 1,
+        depth=root,
+        leaf_begin=root,
+        leaf_end=root,
+        density=None,
+        num_left=0,
+        compute_s=0.0,
+        kv_read_s=0.0,
+        min_step_tokens=_min_step_tokens(machine),
+        cost=StepCost.of(machine.cost),
+    )
 
 
 def _min_step_tokens(machine: Machine) -> int:

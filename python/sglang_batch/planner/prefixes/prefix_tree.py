@@ -184,7 +184,7 @@ def build_prefix_tree(
         tokens: int32 ``[num_tokens]``, token ids of 0 or more, of any vocabulary.
         offsets: int64 ``[n + 1]``. ``n`` may be 0 and prompts may be empty.
         count_media: look for placeholders of images and sounds, for a model whose encoder
-            takes time. That reads all tokens, which takes twice as long as the rest.
+            takes time. That reads all tokens, and nothing else does.
     """
     order, lcp = sort_prompts(tokens, offsets)
     tree = _tree_of(order, np.diff(offsets)[order].astype(np.int32), lcp)

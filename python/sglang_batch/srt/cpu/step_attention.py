@@ -111,8 +111,10 @@ class StepAttention:
         self._together = np.flatnonzero(~alone)
         requests = np.flatnonzero(alone)
         self._alone = self._tokens(requests)
-        self._request = np.repeat(requests, counts[requests])
-        self._end = known[self._request] + 1 + _numbers(counts[requests])
+        # Of each of these tokens: the row, what is left of it to see, and its own place.
+        of = np.repeat(requests, counts[requests])
+        self._row, self._begin = rows[of], self._own[of]
+        self._end = known[of] + 1 + _numbers(counts[requests])
         self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
 
     def _tokens(self, requests: np.ndarray) -> torch.Tensor:
@@ -142,10 +144,8 @@ class StepAttention:
             With the shape of q, of its dtype or float32.
         """
         windowed = window is not None and window >= 0
-        begin = self._own[self._request]
-        if windowed:
-            begin = np.maximum(0, self._end - 1 - window)
-        arrays = (self._table, self._rows[self._request], begin, self._end, scale)
+        begin = np.maximum(0, self._end - 1 - window) if windowed else self._begin
+        arrays = (self._table, self._row, begin, self._end, scale)
         if not len(self._together) and (windowed or not self._spans):
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
             lse = torch.full(q.shape[:2], float("-inf"))

@@ -239,8 +239,11 @@ class RequestRegistry:
     def _drop_if_done(self, job: JobState) -> None:
         if job.job_id in self._closed and not len(job):
             if self._named:  # requests that never arrived
-                left = ((k, v) for k, v in self._named.items() if v[0] != job.job_id)
-                self._named = dict(left)
+                self._named = {
+                    name: place
+                    for name, place in self._named.items()
+                    if place[0] != job.job_id
+                }
             self._closed.discard(job.job_id)
             self._pinned.unpin_job(job)
             self._common.forget(job)
@@ -268,11 +271,15 @@ class RequestRegistry:
             return False
         self._jobs.arrives(job)
         self._recorder.changes += 1
-        most_steps = max(0, (req.sampling_params.max_new_tokens or 0) - 1)
         request = job.add(
-            req, number, len(req.origin_input_ids), most_steps,
-            part=part, rows=num_rows(req), adapter=req.lora_id,
-        )  # fmt: skip
+            req,
+            number,
+            len(req.origin_input_ids),
+            max(0, (req.sampling_params.max_new_tokens or 0) - 1),
+            part=part,
+            rows=num_rows(req),
+            adapter=req.lora_id,
+        )
         self._known[req.rid] = (job, request)
         self._common.note(job, request)
         return True
@@ -318,11 +325,16 @@ class RequestRegistry:
     ) -> list[tuple[JobState, ScheduledRequest]]:
         """Requests of jobs that wait or are offloaded: that with the id ``rid``, or else
         all whose ids start like this, or ``everything``."""
-        rids = [r for r in self._known if everything or r.startswith(rid)]
         if not everything and rid in self._known:
             rids = [rid]
+        else:
+            rids = [r for r in self._known if everything or r.startswith(rid)]
         found = [self._known[each] for each in rids]
-        return [(job, one) for job, one in found if job is not None and not one.running]
+        return [
+            (job, request)
+            for job, request in found
+            if job is not None and not request.running
+        ]
 
     def join_online(self, request: ScheduledRequest) -> None:
         self._known[request.req.rid] = (None, request)
@@ -348,8 +360,13 @@ class RequestRegistry:
             self.forget(job, request)
 
     def _leave(
-        self, job: JobState | None, request: ScheduledRequest, *, checkpointed: bool, back: bool
-    ) -> None:  # fmt: skip
+        self,
+        job: JobState | None,
+        request: ScheduledRequest,
+        *,
+        checkpointed: bool,
+        back: bool,
+    ) -> None:
         if self._tokens is not None:
             self._tokens.ends(request)
         self._kv_accounting.remove(request)

@@ -3,7 +3,8 @@
     python benchmark/bench_cpu_attention.py [--save PATH]
 
 Attention of one layer for requests that share a prefix and have 20 tokens of their own: by
-SGLang's ``torch_native``, by ours with the prefix read by each request, and read once. Then a
+SGLang's ``torch_native``, by ours with the prefix read by each request, and read once. Then
+the attention of a prompt with all its tokens in one call of PyTorch, and token by token, and a
 linear layer by torch, and packed for oneDNN.
 """
 
@@ -31,6 +32,18 @@ SHAPES = ((9, 3, 64), (32, 8, 128))
 STEPS = (
     *((n, p, 1) for n in (2, 16, 32) for p in (100, 400, 1600)),
     *((n, p, OWN) for n in (2, 4, 16) for p in (50, 400, 1600)),
+)
+
+# Tokens of a prompt that are computed, and tokens before them.
+PROMPTS = (
+    (16, 0),
+    (64, 0),
+    (256, 0),
+    (512, 0),
+    (1024, 0),
+    (16, 300),
+    (64, 500),
+    (256, 1000),
 )
 
 
@@ -82,6 +95,24 @@ def attention(
     return found
 
 
+def prompt(
+    shape: tuple[int, int, int], dtype: torch.dtype, count: int, before: int
+) -> list[float]:
+    """Milliseconds of the last tokens of a prompt together, and of each alone."""
+    heads, kv_heads, dim = shape
+    made = torch.Generator().manual_seed(0)
+    table = torch.randperm(SLOTS, generator=made)[: before + count].int().unsqueeze(0)
+    q = torch.randn(count, heads, dim, generator=made).to(dtype)
+    k, v = torch.randn(2, SLOTS, kv_heads, dim, generator=made).to(dtype)
+    rows, ends, counts = np.zeros(1, int), np.array([before + count]), np.array([count])
+    found = []
+    for most in (0, 1 << 60):
+        step_attention._MOST_ALONE = step_attention._MOST_PAIRS = most
+        ours = StepAttention(table, rows, ends, counts, 2 * k[0].numel())
+        found.append(milliseconds(lambda o=ours: o.attend(q, k, v, 0.1, None), 7))  # type: ignore[misc]
+    return found
+
+
 def linear(rows: int, dtype: torch.dtype) -> list[float]:
     """GFLOP/s of 576 x 3,072 by torch, and packed."""
     weight, x = torch.randn(3072, 576, dtype=dtype), torch.randn(rows, 576, dtype=dtype)
@@ -111,6 +142,15 @@ def main() -> int:
         header = ["heads", "dtype", "requests", "prefix", "computed each"]
         header += ["SGLang ms", "each reads it ms", "read once ms"]
         tables.append(("Attention of one layer", header, rows))
+        rows = [
+            ["x".join(map(str, shape)), str(dtype)[6:], *of]
+            + [round(each, 3) for each in prompt(shape, dtype, *of)]
+            for shape in SHAPES
+            for dtype in (torch.float32, torch.bfloat16)
+            for of in PROMPTS
+        ]
+        header = ["heads", "dtype", "tokens", "before", "together ms", "alone ms"]
+        tables.append(("The last tokens of a prompt", header, rows))
         rows = [
             [str(dtype)[6:], n, *(round(each, 1) for each in linear(n, dtype))]
             for dtype in (torch.float32, torch.bfloat16)

@@ -20,7 +20,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 # so many values of K and V are not read again, for prompts if it has so many tokens.
 _LEAST_VALUES, _LEAST_TOKENS = 1 << 22, 400
 # The tokens of a request attend one by one, where each reads only what it sees, if they are at
-# most so many, and so are the pairs of them and of tokens before them.
+# most so many, and so are the pairs of them and of tokens before them: by the same benchmark.
 _MOST_ALONE, _MOST_PAIRS = 512, 1 << 14
 
 

@@ -4,8 +4,8 @@
 
 Attention of one layer for requests that share a prefix and have 20 tokens of their own: by
 SGLang's ``torch_native``, by ours with the prefix read by each request, and read once. Then
-the attention of a prompt with all its tokens in one call of PyTorch, and token by token, and a
-linear layer by torch, and packed for oneDNN.
+the attention of a prompt by SGLang's, and by ours with its tokens one by one, and in blocks,
+and a linear layer by torch, and packed for oneDNN.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ import torch
 from report import finish, print_table
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
+from sgl_kernel_ext.block_attention import block_size
+from sgl_kernel_ext.decode_attention import attend_decodes
 from sglang_batch.srt.cpu import step_attention
 from sglang_batch.srt.cpu.step_attention import StepAttention
 
 SLOTS, OWN = 40_000, 20
 # Heads, KV heads and their size, of SmolLM2-135M and of Llama-3.1-8B.
 SHAPES = ((9, 3, 64), (32, 8, 128))
-# Requests, tokens of the prefix, and tokens of each that are computed.
-STEPS = (
-    *((n, p, 1) for n in (2, 16, 32) for p in (100, 400, 1600)),
-    *((n, p, OWN) for n in (2, 4, 16) for p in (50, 400, 1600)),
-)
+# Requests, and tokens of the prefix.
+STEPS = tuple((n, p) for n in (2, 4, 8, 32) for p in (100, 400, 1600))
 
 # Tokens of a prompt that are computed, and tokens before them.
 PROMPTS = (
@@ -47,70 +46,96 @@ PROMPTS = (
 )
 
 
-def milliseconds(call: Callable[[], object], repeats: int) -> float:
-    """The least of some calls."""
+def milliseconds(call: Callable[[], object]) -> float:
+    """The least of some calls, in a fifth of a second and at least five of them."""
     call()
-    found = []
-    for _ in range(repeats):
+    found: list[float] = []
+    while len(found) < 5 or sum(found) < 0.2:
         begin = time.perf_counter()
         call()
         found.append(time.perf_counter() - begin)
     return 1e3 * min(found)
 
 
+class Step:
+    """Attention of requests that share a prefix, of the last ``count`` tokens of each."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        requests: int,
+        prefix: int,
+        own: int,
+        count: int,
+    ) -> None:
+        (heads, kv_heads, dim), length = shape, prefix + own
+        made = torch.Generator().manual_seed(0)
+        slots = torch.randperm(SLOTS, generator=made)[: prefix + requests * own]
+        table = torch.empty(requests, length, dtype=torch.int32)
+        table[:, :prefix] = slots[:prefix]
+        table[:, prefix:] = slots[prefix:].view(requests, own)
+        self.table, self.count = table, count
+        self.q = torch.randn(requests * count, heads, dim, generator=made).to(dtype)
+        kv = torch.randn(2, SLOTS, kv_heads, dim, generator=made).to(dtype)
+        self.kv = kv[0], kv[1]
+        self.rows, self.ends = np.arange(requests), np.full(requests, length)
+        self.counts = np.full(requests, count)
+        self.most = block_size(heads, kv_heads)
+
+    def ours(self, worth: int, most: int | None = None) -> float:
+        """Milliseconds, where prefixes of so much worth are read once, in blocks of so many."""
+        step_attention._WORTH = worth
+        size = self.most if most is None else most
+        made = StepAttention(self.table, self.rows, self.ends, self.counts, size)
+        return milliseconds(lambda: made.attend(self.q, *self.kv, 0.1, None))
+
+    def one_by_one(self) -> float:
+        """Milliseconds, where each token reads its KV by itself."""
+        first = self.ends[0] - self.count
+        end, tokens = np.arange(first, self.ends[0]) + 1, np.arange(self.count)
+        rows, begin = np.zeros_like(tokens), np.zeros_like(tokens)
+        out = torch.empty(self.q.shape)
+        lse = torch.full(self.q.shape[:2], float("-inf"))
+        at = self.table, rows, tokens, begin, end
+        return milliseconds(
+            lambda: attend_decodes(self.q, *self.kv, *at, 0.1, out, lse)
+        )
+
+    def stock(self) -> float:
+        """Milliseconds of SGLang's."""
+        backend = object.__new__(TorchNativeAttnBackend)
+        ends, counts = torch.from_numpy(self.ends), torch.from_numpy(self.counts)
+        rows = torch.from_numpy(self.rows)
+        options: dict[str, Any] = {"scaling": 0.1, "enable_gqa": True}
+
+        def call() -> None:
+            at = self.q, torch.empty_like(self.q), *self.kv, self.table, rows, ends
+            if self.count == 1:
+                backend._run_sdpa_forward_decode(*at, **options)
+            else:
+                known = ends - counts
+                backend._run_sdpa_forward_extend(
+                    *at, known, counts, causal=True, **options
+                )
+
+        return milliseconds(call)
+
+
 def attention(
-    shape: tuple[int, int, int], dtype: torch.dtype, step: Any
+    shape: tuple[int, int, int], dtype: torch.dtype, step: tuple[int, int]
 ) -> list[float]:
     """Milliseconds of SGLang's, of ours, and of ours with the prefix read once."""
-    (heads, kv_heads, dim), (requests, prefix, count) = shape, step
-    length = prefix + OWN
-    made = torch.Generator().manual_seed(0)
-    table = torch.randint(
-        0, SLOTS, (requests, length), generator=made, dtype=torch.int32
-    )
-    table[:, :prefix] = table[0, :prefix]
-    q = torch.randn(requests * count, heads, dim, generator=made).to(dtype)
-    k, v = torch.randn(2, SLOTS, kv_heads, dim, generator=made).to(dtype)
-    rows, ends = np.arange(requests), np.full(requests, length)
-    counts = np.full(requests, count)
-    repeats = 5 if count > 1 or prefix > 400 else 15
-    stock = object.__new__(TorchNativeAttnBackend)
-    given = [torch.from_numpy(each) for each in (rows, ends, ends - counts, counts)]
-    options: dict[str, Any] = {"scaling": 0.1, "enable_gqa": True}
-
-    def stock_step() -> None:
-        out, at = torch.empty_like(q), (q, None, k, v, table)
-        if count == 1:
-            stock._run_sdpa_forward_decode(*at[:1], out, *at[2:], *given[:2], **options)
-        else:
-            stock._run_sdpa_forward_extend(
-                *at[:1], out, *at[2:], *given, causal=True, **options
-            )
-
-    found = [milliseconds(stock_step, repeats)]
-    for least in (1 << 60, 1):
-        step_attention._LEAST_VALUES = step_attention._LEAST_TOKENS = least
-        ours = StepAttention(table, rows, ends, counts, 2 * k[0].numel())
-        found.append(milliseconds(lambda o=ours: o.attend(q, k, v, 0.1, None), repeats))  # type: ignore[misc]
-    return found
+    of = Step(shape, dtype, *step, OWN, 1)
+    return [of.stock(), of.ours(1 << 60), of.ours(0)]
 
 
 def prompt(
     shape: tuple[int, int, int], dtype: torch.dtype, count: int, before: int
 ) -> list[float]:
-    """Milliseconds of the last tokens of a prompt together, and of each alone."""
-    heads, kv_heads, dim = shape
-    made = torch.Generator().manual_seed(0)
-    table = torch.randperm(SLOTS, generator=made)[: before + count].int().unsqueeze(0)
-    q = torch.randn(count, heads, dim, generator=made).to(dtype)
-    k, v = torch.randn(2, SLOTS, kv_heads, dim, generator=made).to(dtype)
-    rows, ends, counts = np.zeros(1, int), np.array([before + count]), np.array([count])
-    found = []
-    for most in (0, 1 << 60):
-        step_attention._MOST_ALONE = step_attention._MOST_PAIRS = most
-        ours = StepAttention(table, rows, ends, counts, 2 * k[0].numel())
-        found.append(milliseconds(lambda o=ours: o.attend(q, k, v, 0.1, None), 7))  # type: ignore[misc]
-    return found
+    """Milliseconds of the last tokens of a prompt by SGLang's, one by one, and in blocks."""
+    of = Step(shape, dtype, 1, before, count, count)
+    return [of.stock(), of.one_by_one(), of.ours(0)]
 
 
 def linear(rows: int, dtype: torch.dtype) -> list[float]:
@@ -123,7 +148,7 @@ def linear(rows: int, dtype: torch.dtype) -> list[float]:
         lambda: by_packed(x, packed, None, "none", [], ""),
     )
     work = 2e-6 * rows * weight.numel()
-    return [work / milliseconds(call, 30) for call in calls]
+    return [work / milliseconds(call) for call in calls]
 
 
 def main() -> int:
@@ -139,9 +164,9 @@ def main() -> int:
                 for step in STEPS:
                     ms = [round(each, 3) for each in attention(shape, dtype, step)]
                     rows.append(["x".join(map(str, shape)), str(dtype)[6:], *step, *ms])
-        header = ["heads", "dtype", "requests", "prefix", "computed each"]
+        header = ["heads", "dtype", "requests", "prefix"]
         header += ["SGLang ms", "each reads it ms", "read once ms"]
-        tables.append(("Attention of one layer", header, rows))
+        tables.append(("Decodes, one layer", header, rows))
         rows = [
             ["x".join(map(str, shape)), str(dtype)[6:], *of]
             + [round(each, 3) for each in prompt(shape, dtype, *of)]
@@ -149,7 +174,8 @@ def main() -> int:
             for dtype in (torch.float32, torch.bfloat16)
             for of in PROMPTS
         ]
-        header = ["heads", "dtype", "tokens", "before", "together ms", "alone ms"]
+        header = ["heads", "dtype", "tokens", "before"]
+        header += ["SGLang ms", "one by one ms", "in blocks ms"]
         tables.append(("The last tokens of a prompt", header, rows))
         rows = [
             [str(dtype)[6:], n, *(round(each, 1) for each in linear(n, dtype))]

@@ -114,7 +114,8 @@ def run_jobs(peer: Peer, jobs: Sequence[PeerJob], options: Any) -> Iterator[Run]
 @contextmanager
 def started(command: list[str], log: Any, threads: int) -> Iterator[Any]:
     environment = {
-        **os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads),
+        **os.environ, "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000",
+        "OMP_NUM_THREADS": str(threads),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

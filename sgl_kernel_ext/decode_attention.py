@@ -6,12 +6,10 @@ together. The rest continues from that result, by its log-sum-exp.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import torch
 
-from .host_kernels import DTYPES, as_float, jit, negative_exp, rounded, threads
+from .host_kernels import DTYPES, as_float, in_parts, jit, negative_exp
 
 # Tokens whose logits are computed before the softmax continues.
 _TILE = 64
@@ -22,9 +20,9 @@ _PART = 1 << 18
 
 @jit
 def _attend(  # type: ignore[no-untyped-def]
-    q, k, v, table, rows, begin, end, scale, out, lse, first, last
+    q, k, v, table, rows, tokens, begin, end, scale, out, lse, first, last
 ):
-    """Attention of the requests ``first`` to ``last``, as :func:`attend_decodes`."""
+    """Attention of a range of the tokens, as :func:`attend_decodes`."""
     heads, dim = q.shape[1], q.shape[2]
     kv_heads = k.shape[1]
     group = heads // kv_heads
@@ -33,8 +31,8 @@ def _attend(  # type: ignore[no-untyped-def]
     sums = np.empty((group, dim), np.float32)
     most = np.empty(group, np.float32)
     weight = np.empty(group, np.float32)
-    for b in range(first, last):
-        slots = table[rows[b]]
+    for at in range(first, last):
+        slots, b = table[rows[at]], tokens[at]
         for kv_head in range(kv_heads):
             for g in range(group):
                 head = kv_head * group + g
@@ -43,7 +41,7 @@ def _attend(  # type: ignore[no-untyped-def]
                 weight[g] = 1.0 if known else 0.0
                 for d in range(dim):
                     queries[g, d] = as_float(q[b, head, d]) * scale
-                    sums[g, d] = as_float(out[b, head, d]) if known else np.float32(0)
+                    sums[g, d] = out[b, head, d] if known else np.float32(0)
             for tile in range(begin[b], end[b], _TILE):
                 count = min(_TILE, end[b] - tile)
                 whole = count - count % 4
@@ -117,9 +115,7 @@ def _attend(  # type: ignore[no-untyped-def]
                             total[d] += power * as_float(value[d])
             for g in range(group):
                 for d in range(dim):
-                    out[b, kv_head * group + g, d] = rounded(
-                        sums[g, d] / weight[g], out
-                    )
+                    out[b, kv_head * group + g, d] = sums[g, d] / weight[g]
 
 
 def attend_decodes(
@@ -128,38 +124,27 @@ def attend_decodes(
     v_cache: torch.Tensor,
     table: torch.Tensor,
     rows: np.ndarray,
+    tokens: np.ndarray,
     begin: np.ndarray,
     end: np.ndarray,
     scale: float,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Attention of tokens, each to the KV of its request from ``begin`` to ``end``.
+    """Attention of single tokens, each to its part of the KV of its request.
+
+    As :func:`.block_attention.attend_blocks`, but:
 
     Args:
-        q: ``[n, num_heads, head_dim]``, of a dtype in ``DTYPES``.
-        k_cache, v_cache: ``[num_slots, num_kv_heads, head_dim]``, of a dtype in ``DTYPES``.
-        table: int32 ``[rows, max_tokens]``, the slot of each position of a row.
-        rows: int64 ``[n]``, the row of each token's request.
-        begin, end: int64 ``[n]``, positions in the row.
-        scale: of the logits.
-        out: as q, overwritten. Where ``lse`` is not -inf, the attention to the tokens before
-            ``begin``, with which the result is merged.
-        lse: float32 ``[n, num_heads]``, natural logarithm of the sum of these tokens' weights.
+        rows: int64, the row of each of the tokens' requests.
+        lse: is not written.
     """
     bits = DTYPES[k_cache.dtype]
     arrays = (
         q.view(DTYPES[q.dtype]).numpy(), k_cache.view(bits).numpy(),
-        v_cache.view(bits).numpy(), table.numpy(), rows, begin, end, np.float32(scale),
-        out.view(DTYPES[out.dtype]).numpy(), lse.numpy(),
+        v_cache.view(bits).numpy(), table.numpy(), rows, tokens, begin, end,
+        np.float32(scale), out.numpy(), lse.numpy(),
     )  # fmt: skip
-    # Equal numbers of tokens for each thread.
-    tokens = np.cumsum(end - begin)
-    products = int(tokens[-1]) * q[0].numel() if len(rows) else 0
-    number = min(torch.get_num_threads(), len(rows), products // _PART)
-    if number <= 1:
-        _attend(*arrays, 0, len(rows))
-        return
-    parts = np.arange(1, number) * tokens[-1] // number
-    ends = [0, *np.searchsorted(tokens, parts), len(rows)]
-    list(threads(number).map(lambda part: _attend(*arrays, *part), pairwise(ends)))
+    pairs = np.cumsum((end - begin)[tokens])
+    most = int(pairs[-1]) * q[0].numel() // _PART if len(tokens) else 0
+    in_parts(_attend, arrays, len(tokens), most, pairs)

@@ -17,18 +17,15 @@ from numba.extending import overload
 # The values of tensors, by dtype, as numba reads them: it has no bfloat16.
 DTYPES = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
 
-# Values of a row range that another thread is worth: some 50 us of work.
-_PART = 1 << 16
-
 # Not all of fastmath: values may be infinite, or no numbers.
 _MATH: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "arcp", "nsz"}, "error_model": "numpy",
 }  # fmt: skip
 jit: Callable[..., Any] = numba.njit(cache=True, nogil=True, **_MATH)
-_inlined: Callable[..., Any] = numba.njit(cache=True, inline="always", **_MATH)
+inlined: Callable[..., Any] = numba.njit(cache=True, inline="always", **_MATH)
 
 
-@_inlined
+@inlined
 def negative_exp(x):  # type: ignore[no-untyped-def]
     """e to the power of a float32 of 0 or less, within 2e-7, in vector instructions."""
     x = max(x, np.float32(-87.0)) * np.float32(math.log2(math.e))
@@ -83,13 +80,26 @@ def in_parts(
     kernel: Callable[..., None],
     given: tuple[Any, ...],
     rows: int,
-    width: int,
+    most: int,
+    done: np.ndarray[Any, Any] | None = None,
 ) -> None:
-    """Call a kernel for all rows of so many values, or for ranges of them in as many threads
-    as torch has. It gets the first and the end of its rows after ``given``."""
-    number = min(torch.get_num_threads(), rows * width // _PART)
+    """Call a kernel for all rows, or for ranges of them in as many threads as torch has.
+
+    Args:
+        kernel: gets the first and the end of its rows after ``given``.
+        most: threads that the work is worth.
+        done: ``[rows]``, the work up to the end of each row. None if all rows are alike.
+    """
+    number = min(torch.get_num_threads(), rows, most)
     if number <= 1:
         kernel(*given, 0, rows)
         return
-    ends = np.linspace(0, rows, number + 1).astype(int)
-    list(threads(number).map(lambda part: kernel(*given, *part), pairwise(ends)))
+    inner = [rows * i // number for i in range(1, number)]
+    if done is not None:
+        inner = np.searchsorted(done, done[-1] * np.arange(1, number) / number).tolist()
+    first, *others = pairwise([0, *inner, rows])
+    calls = [threads(number - 1).submit(kernel, *given, *part) for part in others]
+    # This thread takes a part, too: to wake another one takes some 40 us.
+    kernel(*given, *first)
+    for call in calls:
+        call.result()

@@ -16,6 +16,9 @@ import torch
 
 from .host_kernels import DTYPES, as_float, in_parts, jit, negative_exp, rounded
 
+# Values that another thread is worth: some 50 us of work.
+_PART = 1 << 16
+
 
 @jit
 def _silu_and_mul(x, out, width, first, last):  # type: ignore[no-untyped-def]
@@ -99,7 +102,9 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     width = x.shape[-1] // 2
     out = x.new_empty((*x.shape[:-1], width))
     rows = out.numel() // max(1, width)
-    in_parts(_silu_and_mul, (_values(x), _values(out), width), rows, width)
+    in_parts(
+        _silu_and_mul, (_values(x), _values(out), width), rows, out.numel() // _PART
+    )
     return out
 
 
@@ -108,7 +113,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     width = x.shape[-1]
     out = torch.empty_like(x)
     given = (_values(x), _values(weight), np.float32(epsilon), _values(out), width)
-    in_parts(_rms_norm, given, x.numel() // max(1, width), width)
+    in_parts(_rms_norm, given, x.numel() // max(1, width), x.numel() // _PART)
     return out
 
 
@@ -121,7 +126,7 @@ def add_rms_norm_(
     """
     width = x.shape[-1]
     given = (_values(x), _values(residual), _values(weight), np.float32(epsilon), width)
-    in_parts(_add_rms_norm, given, x.numel() // max(1, width), width)
+    in_parts(_add_rms_norm, given, x.numel() // max(1, width), x.numel() // _PART)
 
 
 def rotate_(
@@ -150,4 +155,4 @@ def rotate_(
     given = (
         _values(flat), stride, width // dim, dim, positions.numpy(), bits, halves,
     )  # fmt: skip
-    in_parts(_rotate, given, n, width)
+    in_parts(_rotate, given, n, x.numel() // _PART)

@@ -88,8 +88,10 @@ def test_its_processes_keep_freed_memory_unless_the_user_chose(
     command = [sys.executable, "-c", ENVIRONMENT.replace("{model}", str(demo_model))]
     done = preloaded.run(command)
     chosen, after = done.stdout.splitlines()
-    assert chosen.split() == ["ACTIVE", str(1 << 30), str(32 << 20)], done.stderr
-    assert after.split() == ["ACTIVE", "None", "None"], (
+    assert chosen.split() == ["ACTIVE", "3000", str(1 << 30), str(32 << 20)], (
+        done.stderr
+    )
+    assert after.split() == ["ACTIVE", "None", "None", "None"], (
         "the next engine may be SGLang's"
     )
 

@@ -17,7 +17,8 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import (
 )
 from torch.nn import functional
 
-from sgl_kernel_ext import decode_attention
+from sgl_kernel_ext import block_attention, decode_attention
+from sgl_kernel_ext.block_attention import attend_blocks, block_size
 from sgl_kernel_ext.decode_attention import attend_decodes
 from sglang_batch.srt.cpu import packed_linears, step_attention
 from sglang_batch.srt.cpu.cpu_attention import FastAttention, attend
@@ -87,7 +88,7 @@ class Step:
         (torch.bfloat16, (6, 2, 80), 2e-2),
     ],
 )
-@pytest.mark.parametrize("worth", [1, 1 << 14, 1 << 40])
+@pytest.mark.parametrize("worth", [0, 100, 1 << 40])
 def test_all_requests_of_a_step_at_once(
     kind: str,
     window: int | None,
@@ -97,17 +98,12 @@ def test_all_requests_of_a_step_at_once(
     worth: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_attention, "_LEAST_VALUES", worth)
-    monkeypatch.setattr(step_attention, "_LEAST_TOKENS", min(worth, 1000))
+    monkeypatch.setattr(step_attention, "_WORTH", worth)
     for seed in range(3):
-        # Tokens of prompts together, alone, or together after many others.
-        monkeypatch.setattr(step_attention, "_MOST_ALONE", (0, 512, 512)[seed])
-        monkeypatch.setattr(step_attention, "_MOST_PAIRS", (0, 1 << 14, 1000)[seed])
         step = Step(seed, kind)
         q, k, v = step.tensors(dtype, *shape)
-        ours = StepAttention(
-            step.table, step.rows, step.ends, step.counts, 2 * k[0].numel()
-        )
+        size = (1, 5, block_size(*shape[:2]))[seed]
+        ours = StepAttention(step.table, step.rows, step.ends, step.counts, size)
         found = ours.attend(q, k, v, 0.25, window)
         wanted = step.expected(q, k, v, window)
         torch.testing.assert_close(
@@ -118,19 +114,18 @@ def test_all_requests_of_a_step_at_once(
 def test_spans_have_the_same_slots_and_save_enough() -> None:
     for seed in range(20):
         step = Step(seed, "decodes")
-        for worth in (1, 60, 200, 10_000):
-            ends, least = step.ends - 1, np.zeros_like(step.ends)
-            spans = shared_spans(step.table.numpy(), step.rows, ends, least, worth)
+        for worth in (0, 60, 200, 10_000):
+            spans = shared_spans(step.table.numpy(), step.rows, step.ends - 1, worth)
             until = np.zeros(len(step.rows), np.int64)
             for span in spans:
                 slots = step.table.numpy()[step.rows[span.requests]]
                 assert (slots[:, : span.end] == slots[0, : span.end]).all()
-                assert (len(span.requests) - 1) * (span.end - span.begin) >= worth
+                assert (len(span.requests) - 2) * (span.end - span.begin) >= worth
                 # Each request reads its spans one after the other, and nothing twice.
                 assert (until[span.requests] == span.begin).all()
                 until[span.requests] = span.end
             assert (until < step.ends).all()
-            if worth == 1:
+            if worth == 0:
                 # All that is shared: the common tokens once, and those of three groups.
                 read = sum(span.end - span.begin for span in spans)
                 assert 40 + 3 * 60 <= read <= 40 + 3 * 100
@@ -138,21 +133,11 @@ def test_spans_have_the_same_slots_and_save_enough() -> None:
                 assert spans == []
 
 
-def test_spans_of_prompts_are_long() -> None:
-    step = Step(1, "prompts")
-    for most in (10, 50, 1000):
-        least = np.full_like(step.ends, most)
-        known = step.ends - step.counts
-        spans = shared_spans(step.table.numpy(), step.rows, known, least, 0)
-        assert all(span.end - span.begin >= most for span in spans)
-        assert bool(spans) == (most < 1000)
-
-
 def test_numbers_that_are_none_stay_with_their_request() -> None:
     step = Step(0, "decodes")
     q, k, v = step.tensors(torch.float32, 4, 2, 32)
     q[3], q[5] = float("nan"), float("inf")
-    ours = StepAttention(step.table, step.rows, step.ends, step.counts, 1)
+    ours = StepAttention(step.table, step.rows, step.ends, step.counts, 3)
     found = ours.attend(q, k, v, 0.25, None)
     others = [i for i in range(len(q)) if i not in (3, 5)]
     wanted = step.expected(q, k, v, None)
@@ -161,10 +146,12 @@ def test_numbers_that_are_none_stay_with_their_request() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_decodes_go_on_from_a_part_on_any_number_of_threads(
-    threads: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("together", [False, True])
+def test_tokens_go_on_from_a_part_on_any_number_of_threads(
+    threads: int, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_attention, "_PART", 1)
+    for module in (decode_attention, block_attention):
+        monkeypatch.setattr(module, "_PART", 1)
     step = Step(0, "decodes")
     q, k, v = step.tensors(torch.float32, 4, 2, 32)
     before = torch.get_num_threads()
@@ -172,15 +159,24 @@ def test_decodes_go_on_from_a_part_on_any_number_of_threads(
     try:
         begin = step.ends // 3
         out, lse = torch.empty_like(q), torch.full((len(q), 4), float("-inf"))
+        whole = torch.empty_like(lse)
         for i, slots in enumerate(step.table[torch.from_numpy(step.rows)].long()):
+            keys, values = (x[slots].repeat_interleave(2, 1) for x in (k, v))
+            logits = torch.einsum("hd,khd->hk", q[i], keys) * 0.25
+            whole[i] = logits[:, : step.ends[i]].logsumexp(-1)
             if not begin[i]:
                 continue
-            keys = k[slots[: begin[i]]].repeat_interleave(2, 1)
-            values = v[slots[: begin[i]]].repeat_interleave(2, 1)
-            logits = torch.einsum("hd,khd->hk", q[i], keys) * 0.25
+            logits = logits[:, : begin[i]]
             lse[i] = logits.logsumexp(-1)
-            out[i] = torch.einsum("hk,khd->hd", logits.softmax(-1), values)
-        attend_decodes(q, k, v, step.table, step.rows, begin, step.ends, 0.25, out, lse)
+            out[i] = torch.einsum("hk,khd->hd", logits.softmax(-1), values[: begin[i]])
+        tokens, seen = np.arange(len(q)), (begin, step.ends)
+        arguments = q, k, v, step.table, step.rows
+        if together:
+            blocks = np.arange(len(q) + 1)
+            attend_blocks(*arguments, blocks, tokens, *seen, 0.25, out, lse)
+            torch.testing.assert_close(lse, whole, atol=2e-5, rtol=2e-5)
+        else:
+            attend_decodes(*arguments, tokens, *seen, 0.25, out, lse)
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(out, step.expected(q, k, v, None), atol=2e-5, rtol=2e-5)

@@ -21,6 +21,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.sampling.watermarking.core import _watermark_hash32_torch
 
+from sgl_kernel_ext.block_attention import LANES, block_size
 from sgl_kernel_ext.host_kernels import DTYPES
 
 from ...errors import EngineError
@@ -98,8 +99,9 @@ def _capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
 class FastAttention(TorchNativeAttnBackend):  # type: ignore[misc]
     """SGLang's backend, with the attention of all requests of a step at once."""
 
-    # Of the step whose layers run: its ``seq_lens``, which tell it from others. They may go.
-    _together: tuple[weakref.ref[torch.Tensor], StepAttention] | None = None
+    # Of the step whose layers run: its ``seq_lens``, which tell it from others and may go, and
+    # its attention by the size of blocks.
+    _together: tuple[weakref.ref[torch.Tensor], dict[int, StepAttention]] | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self._together = None
@@ -137,14 +139,16 @@ class FastAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         """
         table, indices, seq_lens, counts = rows
         if self._together is None or self._together[0]() is not seq_lens:
+            self._together = weakref.ref(seq_lens), {}
+        steps, size = self._together[1], block_size(query.shape[1], k_cache.shape[1])
+        if size not in steps:
             counts = torch.ones_like(seq_lens) if counts is None else counts
             each = (x.numpy().astype(np.int64) for x in (indices, seq_lens, counts))
             at, ends, computed = each
-            step = StepAttention(table, at, ends, computed, 2 * k_cache[0].numel())
-            self._together = weakref.ref(seq_lens), step
+            steps[size] = StepAttention(table, at, ends, computed, size)
         scale, window = options["scaling"], options.get("sliding_window_size")
-        step = self._together[1]
-        output.copy_(step.attend(query, k_cache, v_cache, scale, window))
+        found = steps[size].attend(query, k_cache, v_cache, scale, window)
+        output.copy_(found)
         return output
 
 
@@ -156,6 +160,8 @@ def _is_fast(args: tuple[torch.Tensor, ...], options: dict[str, Any]) -> bool:
         and query.dtype in DTYPES
         and keys.dtype in DTYPES
         and query.shape[-1] == keys.shape[-1] == values.shape[-1]
+        and query.shape[-1] % 4 == 0
+        and query.shape[1] <= LANES * keys.shape[1]
     )
 
 

@@ -1,9 +1,9 @@
-"""Attention in PyTorch, on a CPU, in which prefixes that requests of a step share are read once.
+"""Attention of all requests of a step at once, on a CPU, without copies of their KV.
 
 SGLang's ``torch_native`` attention goes from request to request. Of each it copies the KV, and
 of prompts with a cached prefix it also computes the prefix's own attention again. Here the
-queries of all requests with a common prefix attend to it together. Each request then attends
-to the rest of its KV by itself, and both results are merged by their log-sum-exp.
+tokens of a prompt read its KV together, and so do the decodes whose requests share a prefix.
+Each of these then attends to the rest of its KV by itself.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from sgl_kernel_ext.block_attention import attend_blocks
 from sgl_kernel_ext.decode_attention import attend_decodes
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-# Where reading a prefix once is faster, by `benchmark/bench_cpu_attention.py`: for decodes if
-# so many values of K and V are not read again, for prompts if it has so many tokens.
-_LEAST_VALUES, _LEAST_TOKENS = 1 << 22, 400
-# The tokens of a request attend one by one, where each reads only what it sees, if they are at
-# most so many, and so are the pairs of them and of tokens before them: by the same benchmark.
-_MOST_ALONE, _MOST_PAIRS = 512, 1 << 14
+# Tokens of a prefix, over all its requests but two, from which on its decodes are faster
+# together, by `benchmark/bench_cpu_attention.py`.
+_WORTH = 1024
 
 
 class Span(NamedTuple):
@@ -36,19 +33,15 @@ class Span(NamedTuple):
 
 
 def shared_spans(
-    table: np.ndarray,
-    rows: np.ndarray,
-    ends: np.ndarray,
-    least: np.ndarray,
-    worth: float,
+    table: np.ndarray, rows: np.ndarray, ends: np.ndarray, worth: int
 ) -> list[Span]:
     """The prefixes that requests of a step share, those of more requests first.
 
     Args:
         table: int32 ``[rows, max_tokens]``, the slot of each position of a row.
         rows, ends: int64 ``[n]``, of each request its row, and the tokens of it that count.
-        least: int64 ``[n]``, tokens that a span of each request must have.
-        worth: tokens that it must save where all of ``least`` is 0, over all requests but one.
+        worth: tokens that a span must have, over all its requests but two. To read it once
+            costs about as much as to read it for two of them by themselves.
     """
     spans = []
     left = [(np.arange(len(rows)), 0, 0)]
@@ -68,12 +61,31 @@ def shared_spans(
             differ = (slots != slots[0]).any(axis=0)
             end = at + int(differ.argmax()) if differ.any() else end
             start = begin
-            length, most = end - begin, least[alike].max()
-            if length >= most and (most or (len(alike) - 1) * length >= worth):
+            if (len(alike) - 2) * (end - begin) >= worth:
                 spans.append(Span(np.sort(alike), begin, end))
                 start = end
             left.append((alike, start, end))
     return spans
+
+
+class _Blocks(NamedTuple):
+    """Tokens that read KV together, as :func:`attend_blocks` takes them."""
+
+    rows: np.ndarray
+    ends: np.ndarray
+    tokens: np.ndarray
+
+
+def _blocks(readers: list[tuple[int, np.ndarray]], size: int) -> _Blocks:
+    """Blocks of rows and the tokens that read each, of at most so many tokens."""
+    parts = [
+        (row, part)
+        for row, tokens in readers
+        for part in np.array_split(tokens, -(-len(tokens) // size))
+    ]
+    ends = np.cumsum([0, *(len(tokens) for _, tokens in parts)])
+    rows = np.array([row for row, _ in parts], np.int64)
+    return _Blocks(rows, ends, np.concatenate([tokens for _, tokens in parts]))
 
 
 class StepAttention:
@@ -83,7 +95,7 @@ class StepAttention:
     rows: int64 ``[n]``, of each request.
     ends: int64 ``[n]``, tokens of each request, with those that are computed in this step.
     counts: int64 ``[n]``, tokens of each that are computed in this step.
-    token_values: of K and V of one token in one layer.
+    block_size: most tokens that read KV together.
     """
 
     def __init__(
@@ -92,39 +104,39 @@ class StepAttention:
         rows: np.ndarray,
         ends: np.ndarray,
         counts: np.ndarray,
-        token_values: int,
+        block_size: int,
     ) -> None:
-        self._table, self._rows, self._ends, self._counts = table, rows, ends, counts
-        # Where the queries of each request begin.
-        self._first = np.cumsum(counts) - counts
+        self._table = table
         known = ends - counts
-        least = np.where(counts > 1, _LEAST_TOKENS, 0)
-        worth = _LEAST_VALUES / token_values
-        self._spans = shared_spans(table.numpy(), rows, known, least, worth)
-        self._own = np.zeros_like(ends)
-        self._queries = []
-        for requests, _, end in self._spans:
-            self._own[requests] = end
-            self._queries.append(self._tokens(requests))
-        pairs = counts * (known - self._own)
-        alone = (counts <= _MOST_ALONE) & (pairs <= _MOST_PAIRS) | (counts == 1)
-        self._together = np.flatnonzero(~alone)
-        requests = np.flatnonzero(alone)
-        self._alone = self._tokens(requests)
-        # Of each of these tokens: the row, what is left of it to see, and its own place.
-        of = np.repeat(requests, counts[requests])
-        self._row, self._begin = rows[of], self._own[of]
-        self._end = known[of] + 1 + _numbers(counts[requests])
-        self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
-
-    def _tokens(self, requests: np.ndarray) -> torch.Tensor:
-        """The tokens of some requests, int64, by operators of torch alone."""
-        are_theirs = torch.zeros(int(self._counts.sum()), dtype=torch.bool)
-        for first, count in zip(
-            self._first[requests], self._counts[requests], strict=True
-        ):
-            are_theirs[first : first + count].fill_(True)
-        return are_theirs.nonzero().flatten()
+        # Where the tokens of each request begin.
+        first = np.cumsum(counts) - counts
+        # Of each token the positions that it sees by itself.
+        self._end = np.repeat(known - first, counts) + np.arange(1, counts.sum() + 1)
+        self._begin = np.zeros_like(self._end)
+        decodes = np.where(counts == 1, known, 0)
+        levels: list[list[Span]] = []
+        depth = np.zeros(len(rows), np.int64)
+        for span in shared_spans(table.numpy(), rows, decodes, _WORTH):
+            level = int(depth[span.requests].max())
+            depth[span.requests] = level + 1
+            levels += [[]] * (level == len(levels))
+            levels[level] = [*levels[level], span]
+        # Of each level its blocks, and the positions that their tokens see. A request is in
+        # one of them, so they may be computed at the same time.
+        self._shared: list[tuple[_Blocks, np.ndarray, np.ndarray]] = []
+        for spans in levels:
+            begin, end = np.zeros((2, len(self._end)), np.int64)
+            for span in spans:
+                begin[first[span.requests]] = span.begin
+                end[first[span.requests]] = self._begin[first[span.requests]] = span.end
+            readers = [(rows[s.requests[0]], first[s.requests]) for s in spans]
+            self._shared.append((_blocks(readers, block_size), begin, end))
+        self._single, self._single_rows = first[counts == 1], rows[counts == 1]
+        prompts = [
+            (rows[i], np.arange(first[i], first[i] + counts[i]))
+            for i in np.flatnonzero(counts > 1)
+        ]
+        self._prompts = _blocks(prompts, block_size) if prompts else None
 
     def attend(
         self,
@@ -141,128 +153,20 @@ class StepAttention:
         window: tokens before each query that it sees. None or negative: all of them.
 
         Returns:
-            With the shape of q, of its dtype or float32.
+            float32, with the shape of q.
         """
-        windowed = window is not None and window >= 0
-        begin = np.maximum(0, self._end - 1 - window) if windowed else self._begin
-        arrays = (self._table, self._row, begin, self._end, scale)
-        if not len(self._together) and (windowed or not self._spans):
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            lse = torch.full(q.shape[:2], float("-inf"))
-            attend_decodes(q, k_cache, v_cache, *arrays, out, lse)
-            return out
-        out = torch.zeros(q.shape, dtype=torch.float32)
+        cache = q.contiguous(), k_cache, v_cache, self._table
+        out = torch.empty(q.shape, dtype=torch.float32)
         lse = torch.full(q.shape[:2], float("-inf"))
-        if not windowed:
-            for span, queries in zip(self._spans, self._queries, strict=True):
-                self._attend_span(q, k_cache, v_cache, scale, span, queries, out, lse)
-        at = self._alone
-        single = out[at]
-        attend_decodes(q[at], k_cache, v_cache, *arrays, single, lse[at])
-        out[at] = single
-        for number in self._together:
-            first, count = self._first[number], self._counts[number]
-            tokens = slice(first, first + count)
-            start = self._own[number]
-            if windowed:
-                start = max(0, self._ends[number] - count - window)
-            slots = self._table[self._rows[number], start : self._ends[number]]
-            keys, values = k_cache[slots].to(q.dtype), v_cache[slots].to(q.dtype)
-            mask = self._mask(number, start, window, q.dtype)
-            part = _attend(q[tokens], keys, values, scale, mask, causal=mask is None)
-            if start and not windowed:
-                merge(out[tokens], lse[tokens], *part)
-            else:
-                out[tokens] = part[0]
+        begin, end = self._begin, self._end
+        if window is not None and window >= 0:
+            begin = np.maximum(0, end - 1 - window)
+        else:
+            for blocks, first, last in self._shared:
+                attend_blocks(*cache, *blocks, first, last, scale, out, lse)
+        if self._prompts is not None:
+            attend_blocks(*cache, *self._prompts, begin, end, scale, out, lse)
+        if len(self._single):
+            tokens = self._single_rows, self._single
+            attend_decodes(*cache, *tokens, begin, end, scale, out, lse)
         return out
-
-    def _mask(
-        self, number: int, start: int, window: int | None, dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        """What the tokens of a request do not see of its KV from ``start`` on, the same for all
-        layers. None if each sees all of its own tokens up to itself, and there are no others.
-        """
-        key = int(number), window
-        if key not in self._masks:
-            count, length = self._counts[number], self._ends[number] - start
-            before = int(length - count)
-            is_cut = window is not None and 0 <= window < count
-            mask = None
-            if before or is_cut:
-                seen = torch.ones(count, length, dtype=torch.bool).tril(before)
-                if window is not None and window >= 0:
-                    seen = seen.triu(before - window)
-                mask = torch.zeros(seen.shape, dtype=dtype)
-                mask.masked_fill_(~seen, float("-inf"))
-            self._masks[key] = mask
-        return self._masks[key]
-
-    def _attend_span(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        scale: float,
-        span: Span,
-        queries: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        """Attention of all queries of a span's requests to the span, merged into both."""
-        row = self._rows[span.requests[0]]
-        slots = self._table[row, span.begin : span.end]
-        keys, values = k_cache[slots].to(q.dtype), v_cache[slots].to(q.dtype)
-        part = _attend(q[queries], keys, values, scale)
-        whole, whole_lse = out[queries], lse[queries]
-        merge(whole, whole_lse, *part)
-        out[queries], lse[queries] = whole, whole_lse
-
-
-def _numbers(counts: np.ndarray) -> np.ndarray:
-    """0 to each count, one after the other, int64."""
-    first: np.ndarray = np.repeat(np.cumsum(counts) - counts, counts)
-    numbers: np.ndarray = np.arange(len(first)) - first
-    return numbers
-
-
-def _attend(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    mask: torch.Tensor | None = None,
-    causal: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of ``[n, heads, dim]`` to ``[length, kv_heads, dim]``, with its lse ``[n, heads]``.
-
-    mask: added to the logits ``[n, length]``.
-    causal: the queries are those of the tokens, and see what is before them.
-    """
-    count, heads, dim = q.shape
-    kv_heads = keys.shape[1]
-    # [kv_heads, heads of one, tokens, dim]; K and V are not copied for each of them.
-    shape = (kv_heads, heads // kv_heads, len(keys), dim)
-    part, lse = _flash(
-        q.reshape(count, *shape[:2], dim).permute(1, 2, 0, 3),
-        keys.transpose(0, 1).unsqueeze(1).expand(shape),
-        values.transpose(0, 1).unsqueeze(1).expand(shape),
-        is_causal=causal,
-        attn_mask=mask,
-        scale=scale,
-    )
-    part = part.permute(2, 0, 1, 3).reshape(q.shape)
-    return part, lse.permute(2, 0, 1).reshape(count, heads)
-
-
-def merge(
-    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
-) -> None:
-    """Merge attention to other tokens into ``out`` and ``lse``, in place.
-
-    out: float32 ``[n, heads, dim]``, finite where ``lse`` ``[n, heads]`` is -inf.
-    """
-    together = torch.logaddexp(lse, part_lse)
-    old = (lse - together).exp().unsqueeze(-1)
-    new = (part_lse - together).exp().unsqueeze(-1)
-    out.mul_(old).add_(part.float() * new)
-    lse.copy_(together)

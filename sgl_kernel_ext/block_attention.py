@@ -1,0 +1,233 @@
+"""Attention of several tokens to the same KV, on a CPU, compiled with numba.
+
+The tokens of a block, each with the heads that read the same KV head, are lanes of vectors.
+So a value of K or V is loaded once for all of them, from where it is in the cache.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from .host_kernels import (
+    DTYPES,
+    as_float,
+    in_parts,
+    inlined,
+    jit,
+    negative_exp,
+)
+
+# Most lanes of a block, and those of the widest vectors.
+LANES, _VECTOR = 128, 16
+# Keys whose logits are computed before the softmax continues.
+_TILE = 64
+_LOWEST = np.float32(-1e30)
+# Products of a query and a key that another thread is worth: some 100 us of work.
+_PART = 1 << 19
+# Indices of vectors are unsigned: numba lets signed ones count from the end.
+_ZERO, _ONE, _TWO, _THREE, _FOUR = (np.uint64(i) for i in range(5))
+_ROW, _ROW2, _ROW3 = (np.uint64(i * LANES) for i in (1, 2, 3))
+
+
+@inlined
+def _four(x, at):  # type: ignore[no-untyped-def]
+    return (
+        as_float(x[at]),
+        as_float(x[at + _ONE]),
+        as_float(x[at + _TWO]),
+        as_float(x[at + _THREE]),
+    )
+
+
+@inlined
+def _heads(cache, slots, at, last, head):  # type: ignore[no-untyped-def]
+    """A KV head at four positions, of which those after the last are the last again."""
+    return (
+        cache[slots[at], head],
+        cache[slots[min(at + 1, last)], head],
+        cache[slots[min(at + 2, last)], head],
+        cache[slots[min(at + 3, last)], head],
+    )
+
+
+@inlined
+def _multiply(key0, key1, key2, key3, queries, logits, row, dim, lanes):  # type: ignore[no-untyped-def]
+    """Logits of four keys, in rows of lanes from ``row`` on."""
+    for lane in range(row, row + lanes):
+        logits[lane] = logits[lane + _ROW] = np.float32(0)
+        logits[lane + _ROW2] = logits[lane + _ROW3] = np.float32(0)
+    for d in range(_ZERO, dim, _FOUR):
+        a0, a1, a2, a3 = _four(key0, d)
+        b0, b1, b2, b3 = _four(key1, d)
+        c0, c1, c2, c3 = _four(key2, d)
+        d0, d1, d2, d3 = _four(key3, d)
+        for lane in range(_ZERO, lanes):
+            x, y = d * _ROW + lane, row + lane
+            q0, q1 = queries[x], queries[x + _ROW]
+            q2, q3 = queries[x + _ROW2], queries[x + _ROW3]
+            sum0 = logits[y] + (a0 * q0 + a1 * q1 + a2 * q2 + a3 * q3)
+            sum1 = logits[y + _ROW] + (b0 * q0 + b1 * q1 + b2 * q2 + b3 * q3)
+            sum2 = logits[y + _ROW2] + (c0 * q0 + c1 * q1 + c2 * q2 + c3 * q3)
+            sum3 = logits[y + _ROW3] + (d0 * q0 + d1 * q1 + d2 * q2 + d3 * q3)
+            logits[y], logits[y + _ROW] = sum0, sum1
+            logits[y + _ROW2], logits[y + _ROW3] = sum2, sum3
+
+
+@inlined
+def _add(value0, value1, value2, value3, weights, sums, row, dim, lanes):  # type: ignore[no-untyped-def]
+    """Add four values by their weights, which are in rows of lanes from ``row`` on."""
+    for d in range(_ZERO, dim, _FOUR):
+        a0, a1, a2, a3 = _four(value0, d)
+        b0, b1, b2, b3 = _four(value1, d)
+        c0, c1, c2, c3 = _four(value2, d)
+        d0, d1, d2, d3 = _four(value3, d)
+        for lane in range(_ZERO, lanes):
+            x, y = row + lane, d * _ROW + lane
+            w0, w1 = weights[x], weights[x + _ROW]
+            w2, w3 = weights[x + _ROW2], weights[x + _ROW3]
+            sum0 = sums[y] + (a0 * w0 + b0 * w1 + c0 * w2 + d0 * w3)
+            sum1 = sums[y + _ROW] + (a1 * w0 + b1 * w1 + c1 * w2 + d1 * w3)
+            sum2 = sums[y + _ROW2] + (a2 * w0 + b2 * w1 + c2 * w2 + d2 * w3)
+            sum3 = sums[y + _ROW3] + (a3 * w0 + b3 * w1 + c3 * w2 + d3 * w3)
+            sums[y], sums[y + _ROW] = sum0, sum1
+            sums[y + _ROW2], sums[y + _ROW3] = sum2, sum3
+
+
+@inlined
+def _weigh(logits, most, weight, factor, count, lanes):  # type: ignore[no-untyped-def]
+    """Turn logits of ``count`` keys into weights, and add these to those of all keys before,
+    which shrink by a factor where a logit is higher than theirs."""
+    for lane in range(lanes):
+        factor[lane] = most[lane]
+    for i in range(count):
+        row = logits[i * LANES : i * LANES + lanes]
+        for lane in range(lanes):
+            most[lane] = max(most[lane], row[lane])
+    for lane in range(lanes):
+        factor[lane] = negative_exp(factor[lane] - most[lane])
+        weight[lane] *= factor[lane]
+    for i in range(count):
+        row = logits[i * LANES : i * LANES + lanes]
+        for lane in range(lanes):
+            row[lane] = negative_exp(row[lane] - most[lane])
+            weight[lane] += row[lane]
+
+
+@jit
+def _attend(  # type: ignore[no-untyped-def]
+    q, k, v, table, rows, blocks, tokens, begin, end, scale, out, lse, first, last
+):
+    """Attention of the blocks ``first`` to ``last``, as :func:`attend_blocks`."""
+    dim, group = q.shape[2], q.shape[1] // k.shape[1]
+    width = np.uint64(dim)
+    queries = np.zeros(dim * LANES, np.float32)
+    sums = np.zeros(dim * LANES, np.float32)
+    logits = np.zeros(_TILE * LANES, np.float32)
+    most = np.zeros(LANES, np.float32)
+    weight = np.zeros(LANES, np.float32)
+    factor = np.zeros(LANES, np.float32)
+    start = np.zeros(LANES, np.int64)
+    stop = np.zeros(LANES, np.int64)
+    for block in range(first, last):
+        slots = table[rows[block]]
+        of = tokens[blocks[block] : blocks[block + 1]]
+        number = len(of) * group
+        lanes = (number + _VECTOR - 1) // _VECTOR * _VECTOR
+        for lane in range(lanes):
+            token = of[min(lane, number - 1) // group]
+            start[lane], stop[lane] = begin[token], end[token]
+        lowest, highest = start[:lanes].min(), stop[:lanes].max()
+        seen_from, seen_to = start[:lanes].max(), stop[:lanes].min()
+        for kv_head in range(k.shape[1]):
+            for lane in range(lanes):
+                token = of[min(lane, number - 1) // group]
+                head = kv_head * group + lane % group
+                known = lse[token, head] > _LOWEST
+                most[lane] = lse[token, head] if known else _LOWEST
+                weight[lane] = 1.0 if known else 0.0
+                for d in range(dim):
+                    x = d * LANES + lane
+                    queries[x] = as_float(q[token, head, d]) * scale
+                    sums[x] = out[token, head, d] if known else np.float32(0)
+            for tile in range(lowest, highest, _TILE):
+                count = (min(_TILE, highest - tile) + 3) // 4 * 4
+                for i in range(0, count, 4):
+                    key0, key1, key2, key3 = _heads(
+                        k, slots, tile + i, highest - 1, kv_head
+                    )
+                    _multiply(
+                        key0, key1, key2, key3,
+                        queries, logits, np.uint64(i * LANES), width, np.uint64(lanes),
+                    )  # fmt: skip
+                if tile < seen_from or tile + count > seen_to:
+                    for i in range(count):
+                        for lane in range(lanes):
+                            if not start[lane] <= tile + i < stop[lane]:
+                                logits[i * LANES + lane] = _LOWEST
+                _weigh(logits, most, weight, factor, count, lanes)
+                for d in range(dim):
+                    total = sums[d * LANES : d * LANES + lanes]
+                    for lane in range(lanes):
+                        total[lane] *= factor[lane]
+                for i in range(0, count, 4):
+                    value0, value1, value2, value3 = _heads(
+                        v, slots, tile + i, highest - 1, kv_head
+                    )
+                    _add(
+                        value0, value1, value2, value3,
+                        logits, sums, np.uint64(i * LANES), width, np.uint64(lanes),
+                    )  # fmt: skip
+            for lane in range(number):
+                token, head = of[lane // group], kv_head * group + lane % group
+                lse[token, head] = most[lane] + np.log(weight[lane])
+                for d in range(dim):
+                    out[token, head, d] = sums[d * LANES + lane] / weight[lane]
+
+
+def attend_blocks(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    table: torch.Tensor,
+    rows: np.ndarray,
+    blocks: np.ndarray,
+    tokens: np.ndarray,
+    begin: np.ndarray,
+    end: np.ndarray,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Attention of tokens, each to its part of the KV that its block reads.
+
+    Args:
+        q: ``[n, num_heads, head_dim]``, of a dtype in ``DTYPES``. A head has a multiple of four
+            values.
+        k_cache, v_cache: ``[num_slots, num_kv_heads, head_dim]``, of a dtype in ``DTYPES``.
+        table: int32 ``[rows, max_tokens]``, the slot of each position of a row.
+        rows: int64 ``[num_blocks]``, the row that each block reads.
+        blocks: int64 ``[num_blocks + 1]``, where the tokens of each block begin and end. A block
+            has tokens, at most :func:`block_size`.
+        tokens: int64, places in q, each at most once.
+        begin, end: int64 ``[n]``, positions that each token sees, one at least.
+        scale: of the logits.
+        out: float32, shaped as q, overwritten. Where ``lse`` is not -inf, the attention to other tokens, with
+            which the result is merged.
+        lse: float32 ``[n, num_heads]``, natural logarithm of the sum of these tokens' weights,
+            and then of all.
+    """
+    bits = DTYPES[k_cache.dtype]
+    arrays = (
+        q.view(DTYPES[q.dtype]).numpy(), k_cache.view(bits).numpy(),
+        v_cache.view(bits).numpy(), table.numpy(), rows, blocks, tokens, begin, end,
+        np.float32(scale), out.numpy(), lse.numpy(),
+    )  # fmt: skip
+    pairs = np.cumsum((end - begin)[tokens])
+    most = int(pairs[-1]) * q[0].numel() // _PART
+    in_parts(_attend, arrays, len(rows), most, pairs[blocks[1:] - 1])
+
+
+def block_size(num_heads: int, num_kv_heads: int) -> int:
+    """Most tokens of a block."""
+    return max(1, LANES * num_kv_heads // num_heads)

@@ -1,4 +1,4 @@
-"""One request of a batch, its ids and its answer, and JSON as lines."""
+"""One request of a batch, its ids, its key and its answer, and JSON as lines."""
 
 from __future__ import annotations
 
@@ -273,3 +273,19 @@ def random_prompts(
         [first, *chance.choices(ids, k=length - 1)]
         for first, length in zip(firsts, lengths, strict=True)
     ]
+
+
+# Printable ASCII, as headers of HTTP have it.
+_API_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
+
+
+def authorization(api_key: str | None) -> dict[str, str]:
+    """The headers of a call with a key, none without one. ConfigError: no header can have it."""
+    if not api_key:
+        return {}
+    if not _API_KEY.fullmatch(api_key):
+        raise ConfigError(
+            "the API key has a line break, a space at an end, or a character that is not "
+            "ASCII, so it cannot be sent: copy it again."
+        )
+    return {"Authorization": f"Bearer {api_key}"}

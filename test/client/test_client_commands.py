@@ -331,6 +331,13 @@ def test_an_interrupt_leaves_the_batch_alone(
         (["list", "--url", "127.0.0.1:x"], 2, "http://127.0.0.1:x is not the URL of a"),
         (["submit", "-i", "/no/file"], 2, "input file /no/file does not exist."),
         (["results", "batch_no", "-o", "/tmp"], 2, "/tmp is a directory"),
+        (
+            ["results", "batch_no", "-o", "out", "--error-file", "./out"],
+            2,
+            "out is both output and error file",
+        ),
+        (["list", "--api-key", "kl\u00fcssel"], 2, "not ASCII, so it cannot be sent"),
+        (["list", "--api-key", "key\n"], 2, "the API key has a line break"),
     ],
 )
 def test_what_goes_wrong_is_one_sentence(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 from builders import make_file
 from huggingface_hub import constants
@@ -157,3 +159,18 @@ def test_a_hub_out_of_reach_is_reported_at_once(
     with pytest.raises(InputError, match="hub cannot be reached"):
         staged(tmp_path, "hf-dataset:org/there", template=QUESTION)
     assert list((tmp_path / "job").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["parquet", "feather"])
+def test_a_table_that_is_compressed_in_transit_is_read(
+    tmp_path: Path, web: WebFiles, kind: str
+) -> None:
+    # As web servers and buckets with Content-Encoding do, and nobody asked for it.
+    table = tmp_path / f"t.{kind}"
+    getattr(pandas.DataFrame({"id": ["x", "y"]}), f"to_{kind}")(table)
+    web.files[f"/t.{kind}"] = gzip.compress(table.read_bytes())
+    (source,) = input_sources([web.url(f"/t.{kind}")])
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    assert [row["id"] for row in source.rows(["id"], scratch)] == ["x", "y"]
+    assert list(scratch.iterdir()) == []

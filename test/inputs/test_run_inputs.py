@@ -227,13 +227,14 @@ def test_urls_are_fetched_once_and_uploaded_at_the_end(
 
 
 def test_a_url_of_a_local_file_is_its_path(tmp_path: Path, engine: Echo) -> None:
-    make_file(tmp_path, batch_lines("a", "b"), "in.jsonl")
-    command = ["-i", f"file://{tmp_path}/in.jsonl", "-o", f"file://{tmp_path}/out"]
+    make_file(tmp_path, batch_lines("a", "b"), "in 1%.jsonl")
+    here = f"file://localhost{tmp_path}"
+    command = ["-i", f"{here}/in%201%25.jsonl", "-o", f"file://{tmp_path}/o%75t"]
     engine.raising["b"] = OSError("it broke")
     assert run(*command) == EXIT_FAILED
     engine.raising.clear()
     # Resumed, by its other name.
-    assert run("-i", tmp_path / "in.jsonl", "-o", tmp_path / "out") == 0
+    assert run("-i", tmp_path / "in 1%.jsonl", "-o", tmp_path / "out") == 0
     assert engine.answered == ["a", "b"]
     assert ids_in((tmp_path / "out").read_bytes()) == ["a", "b"]
 
@@ -265,6 +266,10 @@ def test_a_bad_download_is_discarded(
         ("FILE://{here}/taken", "taken exists and was not written by this command"),
         ("foo://bucket/out", "foo://bucket/out cannot be used"),
         ("taken", "taken exists and was not written by this command"),
+        ("out --error-file taken", "taken exists and was not written by this command"),
+        ("/dev/null", "cannot write /dev/null: it is not a file"),
+        ("/dev/null --overwrite", "cannot write /dev/null: it is not a file"),
+        ("out --error-file /dev/null", "cannot write /dev/null: it is not a file"),
     ],
 )
 def test_outputs_that_cannot_be_used_are_refused_before_anything_is_read(
@@ -279,7 +284,8 @@ def test_outputs_that_cannot_be_used_are_refused_before_anything_is_read(
     make_file(tmp_path, b"bad line", "in.jsonl")
     make_file(tmp_path, b"thesis", "taken")
     output = output.format(here=tmp_path)
-    assert run("-i", "in.jsonl", "-o", output) in (EXIT_FAILED, EXIT_BAD_INPUT)
+    outputs = output.split()
+    assert run("-i", "in.jsonl", "-o", *outputs) in (EXIT_FAILED, EXIT_BAD_INPUT)
     assert said in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "taken"]
     assert (tmp_path / "taken").read_bytes() == b"thesis"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from builders import make_file
 from input_files import QUESTION, contents_of, ids_of_lines, lines_of, packed, staged
 
 from sglang_batch.errors import ConfigError, InputError
+from sglang_batch.inputs.tables import rows_of_file
 from sglang_batch.inputs.template import Template
 
 TABLE = pa.table(
@@ -102,6 +105,10 @@ HAS = "has no column 'question'; it has 'text'."
         ("t.csv", b"question,b\n1,2\n1\n", "line 3: 1 values for 2 columns."),
         ("t.csv", b'question\n"a', "line 2: unexpected end of data"),
         ("t.csv", b"question\n\xff", "t.csv is not UTF-8"),
+        ("t.txt", b"question\n1", "are known by the end of their name, such as .arrow, .csv"),
+        ("t.xlsx", b"PK\x03\x04", "or a workbook: name the files in it, or save it as CSV"),
+        ("t.json", b'[{"question": 1}]', "t.json, line 1: this is not a JSON object. The file "
+         "seems to be one JSON array"),
         ("t.jsonl", b'{"question": 1}\n[]\n', "t.jsonl, line 2: this is not a JSON object"),
         ("t.parquet", b"PAR1 but not really", "t.parquet cannot be read as Parquet:"),
         ("t.arrow", b"ARROW1 but not really", "t.arrow cannot be read as Arrow:"),
@@ -212,3 +219,21 @@ def test_a_directory_of_files_streams_as_a_dataset(tmp_path: Path) -> None:
     pq.write_table(TABLE.select(["question", "n"]), tmp_path / "data" / "a.parquet")
     found = staged(tmp_path, f"hf-dataset:{tmp_path / 'data'}", template=QUESTION)
     assert contents_of(found) == ["one", None, "three"]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "feather"])
+def test_periods_of_pandas_are_text(tmp_path: Path, kind: str) -> None:
+    pandas = pytest.importorskip("pandas")
+    months = pandas.PeriodIndex(["2026-11", None], freq="M")
+    path = tmp_path / f"t.{kind}"
+    getattr(pandas.DataFrame({"month": months}), f"to_{kind}")(path)
+    code = f"""
+from pathlib import Path
+from sglang_batch.inputs.tables import rows_of_file
+print([row["month"] for row in rows_of_file("t", Path({str(path)!r}), ["month"])])"""
+    # In this process pandas has made the type known to Arrow.
+    found = [row["month"] for row in rows_of_file(path.name, path, ["month"])]
+    assert found == ["2026-11", None]
+    command = [sys.executable, "-c", code.replace('"t"', repr(path.name))]
+    elsewhere = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert elsewhere.stdout.strip() == str(found)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from builders import CHAT
 
+from sglang_batch.batch_api.protocol import ENDPOINTS
 from sglang_batch.srt.engine.checks.body_checks import (
     body_errors,
     check_native,
@@ -464,3 +465,15 @@ def test_a_schema_that_only_refers_to_itself_is_refused(
 ) -> None:
     problem = check_schema(json.dumps(schema))
     assert (problem is not None) == loops
+
+
+@pytest.mark.parametrize("url", [url for url in ENDPOINTS if url != "/v1/score"])
+def test_a_null_in_place_of_a_prompt_is_named_as_one(url: str) -> None:
+    """OpenAI has ``expected a string, but got null``; ``Field required`` would not help."""
+    prompt = ENDPOINTS[url].required[0]
+    body = {**BODIES[url][0], "max_tokens": 1, prompt: None}
+    ((message, param),) = body_errors(url, json.dumps(body).encode())
+    assert param == f"body.{prompt}"
+    assert message.startswith(
+        f"Invalid value for 'body.{prompt}': it is null. Input should"
+    )

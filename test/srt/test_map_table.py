@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from servers import Server
 import sglang_batch
 from sglang_batch.errors import ConfigError, InputError
 from sglang_batch.run.answer_table import answers_of
+from sglang_batch.run.client import client_commands
+from sglang_batch.run.client.batch_client import BatchClient
 
 ROWS = {
     "name": [f"Thing {i}" for i in range(6)],
@@ -74,6 +77,35 @@ def test_failed_rows_have_an_error_and_the_others_an_answer(
         )  # fmt: skip
     assert list(answered["label"].isna()) == [False, True, *[False] * 4]
     assert list(answered["why"].isna()) == [True, False, *[True] * 4]
+
+
+def test_an_interrupted_call_goes_on_with_its_batch_or_ends_it(
+    offline_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(most: int, job: Path | None) -> pandas.DataFrame:
+        frame = pandas.DataFrame(ROWS | {"most": most})
+        return sglang_batch.map_table(
+            frame, TEMPLATE, server=offline_server.url, endpoint="/v1/completions",
+            job=job,
+        )  # fmt: skip
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client_commands.time, "sleep", interrupt)
+        for most, job in ((1000, None), (2, tmp_path), (2, tmp_path)):
+            with pytest.raises(KeyboardInterrupt):
+                call(most, job)
+    with closing(BatchClient(offline_server.url, None)) as client:
+        kept, dropped = client.newest(2)
+        assert dropped["status"] in ("cancelling", "cancelled")
+        answered = call(2, tmp_path)
+        assert answered["answer"].notna().all()
+        assert call(2, tmp_path).equals(answered)
+        assert next(client.newest(1))["id"] == kept["id"]
+        call(3, tmp_path)  # other rows
+        assert next(client.newest(1))["id"] != kept["id"]
 
 
 def test_a_frame_without_rows_and_calls_that_cannot_be() -> None:

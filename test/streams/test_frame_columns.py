@@ -10,6 +10,7 @@ import pytest
 
 from sglang_batch import AnswerColumns, map_table
 from sglang_batch.errors import ConfigError, InputError
+from sglang_batch.inputs.tables import rows_of_batches
 from sglang_batch.lang.frame_job import DataFrame
 
 
@@ -66,8 +67,9 @@ def test_periods_are_text() -> None:
     pandas = pytest.importorskip("pandas")
     months = pandas.PeriodIndex(["2026-11", None], freq="M")
     frame = pandas.DataFrame({"month": months, "n": [1, 2]})
-    found = DataFrame(frame).arrow(["month", "n"]).to_pydict()
-    assert found == {"month": ["2026-11", None], "n": [1, 2]}
+    batches = DataFrame(frame).arrow(["month", "n"]).to_batches()
+    found = list(rows_of_batches(batches))
+    assert found == [{"month": "2026-11", "n": 1}, {"month": None, "n": 2}]
     assert frame["month"].dtype == "period[M]"
 
 

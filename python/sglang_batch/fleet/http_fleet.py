@@ -18,6 +18,7 @@ import aiohttp
 
 from ..errors import ConfigError
 from ..job.engine import WORKER_PATH
+from ..request import authorization
 from .head_state import HeadState
 from .places import WorkerLost, WorkerPort, WorkerUnusable
 
@@ -44,7 +45,7 @@ class HttpPlace:
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.name = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = authorization(api_key)
         self._client: aiohttp.ClientSession | None = None
 
     async def find(self) -> HttpPort:
@@ -164,7 +165,7 @@ def served_model(
 
 
 def _model_at(url: str, api_key: str | None) -> str:
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = authorization(api_key)
     try:
         request = urllib.request.Request(f"{url}/v1/models", headers=headers)
         with urllib.request.urlopen(request, timeout=CONNECT_S) as answer:

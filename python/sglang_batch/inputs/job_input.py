@@ -271,6 +271,13 @@ class UrlSource(InputSource):
     def _fetched(self, scratch: Path) -> Path:
         path = scratch / f"download{urls.file_suffix(self.name)}"
         urls.fetch(self.name, path)
+        suffix = table_suffix(self.title, path)
+        if suffix in tables.SEEKING and is_compressed(path):  # by the server, mostly
+            plain = scratch / f"plain{suffix}"
+            with open_plain(path) as packed, open(plain, "wb") as file:
+                shutil.copyfileobj(packed, file, _COPY_BYTES)
+            path.unlink()
+            return plain
         return path
 
 

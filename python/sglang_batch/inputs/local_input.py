@@ -129,7 +129,7 @@ _FORMATS = {
     b"\x28\xb5\x2f\xfd": "compressed twice: decompress it once",
     b"BZh": "compressed by bzip2: decompress it, or use gzip or zstd",
     b"\xfd7zXZ\0": "compressed by xz: decompress it, or use gzip or zstd",
-    b"PK\x03\x04": "a zip archive: name the files in it",
+    b"PK\x03\x04": "a zip archive or a workbook: name the files in it, or save it as CSV",
     b"%PDF": "a PDF",
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from ..batch_api.lines import loads_lenient
 from ..errors import ConfigError, InputError
 from .cells import cell_text
 from .compression import is_compressed, open_plain, plain_name
+from .local_input import format_hint
 from .template import jinja_hint
 from .urls import why_not_on_hub
 
@@ -42,7 +44,7 @@ def rows_of_file(name: str, path: Path, columns: Collection[str]) -> Iterator[Ro
     column.
     """
     suffix = table_suffix(name, path)
-    if suffix in _SEEKING and is_compressed(path):
+    if suffix in SEEKING and is_compressed(path):
         raise InputError(
             f"{name} must be decompressed first: reading it needs random access."
         )
@@ -81,10 +83,37 @@ def rows_of_batches(batches: Iterable[Any]) -> Iterator[Row]:
         for start in range(0, batch.num_rows, ROWS_AT_A_TIME):
             part = batch.slice(start, ROWS_AT_A_TIME)
             for place, field in enumerate(part.schema):
+                column = part.column(place)
                 if str(field.type) == "float":  # 32 bits: 0.1, not 0.10000000149011612
-                    shortest = part.column(place).cast("string").cast("float64")
-                    part = part.set_column(place, field.name, shortest)
+                    column = column.cast("string").cast("float64")
+                elif (frequency := _of_periods(field)) is not None:
+                    column = _period_texts(column, frequency)
+                else:
+                    continue
+                part = part.set_column(place, field.name, column)
             yield from part.to_pylist(maps_as_pydicts="strict")
+
+
+def _of_periods(field: Any) -> str | None:
+    """The frequency of a column of pandas' periods, of which Arrow has the numbers. None of
+    others."""
+    found = field.metadata or {}
+    if found.get(b"ARROW:extension:name") == b"pandas.period":
+        return str(json.loads(found[b"ARROW:extension:metadata"])["freq"])
+    # Where pandas has made the type known.
+    return getattr(field.type, "freq", None)
+
+
+def _period_texts(column: Any, frequency: str) -> Any:
+    import pandas
+    import pyarrow
+
+    numbers = getattr(column, "storage", column).to_pylist()
+    texts = [
+        None if each is None else str(pandas.Period(ordinal=each, freq=frequency))
+        for each in numbers
+    ]
+    return pyarrow.array(texts, "string")
 
 
 def _parquet_rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Row]:
@@ -143,7 +172,9 @@ def _csv_rows(
         except csv.Error as error:
             raise InputError(f"{name}, line {reader.line_num}: {error}") from None
         except UnicodeDecodeError as error:
-            raise InputError(f"{name} is not UTF-8: {error}") from None
+            raise InputError(
+                f"{name} is not UTF-8: {error}; save it as such."
+            ) from None
         finally:
             text.detach()
 
@@ -159,15 +190,25 @@ def _json_rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Row]
             except ValueError:
                 row = None
             if not isinstance(row, dict):
-                raise InputError(f"{name}, line {number}: this is not a JSON object.")
+                raise InputError(
+                    f"{name}, line {number}: this is not a JSON object. {_hint(path)}"
+                )
             check_columns(f"{name}, line {number},", columns, row)
             yield row
+
+
+def _hint(path: Path) -> str:
+    found = None if is_compressed(path) else format_hint(path)
+    return found or (
+        "Tables other than JSON lines are known by the end of their name, such as "
+        f"{', '.join(sorted(TABLE_SUFFIXES))}."
+    )
 
 
 def columns_of_file(name: str, path: Path) -> list[str]:
     """The columns of a table. Raises InputError if it cannot be read."""
     suffix = table_suffix(name, path)
-    if suffix in _SEEKING:
+    if suffix in SEEKING:
         return list(table_of_file(name, path, rows=False).column_names)
     rows = rows_of_file(name, path, ())
     if suffix == ".jsonl":
@@ -180,9 +221,7 @@ def columns_of_file(name: str, path: Path) -> list[str]:
 
 def whole_rows(name: str, path: Path) -> Iterator[Row]:
     """Every row of a table with all that it has. Raises InputError if it cannot be read."""
-    columns = (
-        columns_of_file(name, path) if table_suffix(name, path) in _SEEKING else ()
-    )
+    columns = columns_of_file(name, path) if table_suffix(name, path) in SEEKING else ()
     yield from rows_of_file(name, path, columns)
 
 
@@ -195,7 +234,7 @@ def table_of_file(name: str, path: Path, *, rows: bool = True) -> Any:
     from pyarrow.parquet import ParquetFile
 
     suffix = table_suffix(name, path)
-    if suffix not in _SEEKING:
+    if suffix not in SEEKING:
         found, names = list(whole_rows(name, path)), columns_of_file(name, path)
         return arrow_columns({each: [row.get(each) for row in found] for each in names})
     with reading(name, "as a table"):
@@ -240,7 +279,7 @@ _READERS: dict[str, Callable[[str, Path, Collection[str]], Iterator[Row]]] = {
     ".tsv": partial(_csv_rows, delimiter="\t"),
     ".jsonl": _json_rows,
 }
-_SEEKING = {".parquet", ".pq", ".arrow", ".feather", ".ipc"}
+SEEKING = {".parquet", ".pq", ".arrow", ".feather", ".ipc"}
 # Files of these formats cannot hold batch lines.
 TABLE_SUFFIXES = frozenset(_READERS) - {".jsonl"}
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import sys
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, unquote_to_bytes, urlencode
 
 from tqdm import tqdm
 
@@ -64,7 +65,10 @@ def is_url(name: str) -> bool:
 
 def as_path(name: str) -> str:
     """The path that a ``file://`` URL names; any other name as it is."""
-    return name[len("file://") :] if name.lower().startswith("file://") else name
+    if not name.lower().startswith("file://"):
+        return name
+    path = re.sub("^localhost(?=/)", "", name[len("file://") :], flags=re.IGNORECASE)
+    return os.fsdecode(unquote_to_bytes(path))
 
 
 def location(name: str) -> str:

@@ -37,6 +37,7 @@ from sglang.utils import http_request
 from ..batch_api.protocol import MAX_PRIORITY
 from ..errors import ConfigError, EngineError
 from ..job.engine import WAVE_PATH
+from ..request import authorization
 from .program_log import ProgramJob
 from .program_runner import EarlierError, run_programs
 from .waves import EngineTransport, HttpTransport, RequestError, WaveClient
@@ -134,6 +135,7 @@ class BatchBackend(RuntimeEndpoint):  # type: ignore[misc]
     def _connect(
         self, url: str, api_key: str | None, verify: str | None, template: str | None
     ) -> None:
+        authorization(api_key)  # raises for a key that cannot be sent
         try:
             super().__init__(url, api_key, verify, template)
             # The route accepts only POST: 405 shows that it exists, without a wave.

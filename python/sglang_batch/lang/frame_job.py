@@ -22,8 +22,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..batch_api.protocol import COMPLETED, ENDPOINTS
-from ..errors import ConfigError, EngineError, ExitStatus, InputError, ServerError
+from ..batch_api.protocol import ACTIVE_STATUSES, COMPLETED, ENDPOINTS
+from ..errors import (
+    ConfigError,
+    EngineError,
+    ExitStatus,
+    InputError,
+    ServerError,
+    SGLangBatchError,
+)
 from ..inputs.job_input import DEFAULT_ENDPOINT, JobInput, input_sources
 from ..inputs.staging import Staging
 from ..inputs.tables import arrow_columns, check_columns
@@ -76,9 +83,6 @@ class DataFrame:
             if self._is_pandas:  # its other columns may have no type in Arrow
                 chosen = self._frame.iloc[:, [found.index(name) for name in names]]
                 chosen = chosen.set_axis(names, axis=1)
-                for name, values in chosen.items():
-                    if str(values.dtype).startswith("period"):  # Arrow keeps a number
-                        chosen = chosen.assign(**{name: values.map(str, "ignore")})
                 return pyarrow.Table.from_pandas(chosen, preserve_index=False)
             return self._whole.select(names)
         except (pyarrow.ArrowException, TypeError, ValueError) as error:
@@ -197,6 +201,7 @@ def map_table(
     table = given.arrow(parsed.columns)
     optimize = optimize_fields and parsed.block is not None
     with contextlib.ExitStack() as stack:
+        keeps = job is not None
         if job is None:
             job = stack.enter_context(TemporaryDirectory(prefix="sglang-batch-"))
         place = Path(job)
@@ -216,7 +221,8 @@ def map_table(
             inputs = JobInput(
                 input_sources([str(rows)]), parsed, endpoint, optimize_fields=optimize
             )
-            _submit(server, api_key, inputs, place, results)
+            batch_id = place / "batch.json" if keeps else None
+            _submit(server, api_key, inputs, place, results, batch_id)
         answers, errors = answers_of(results, endpoint, table.num_rows)
     columns: dict[str, Any] = {answer: answers}
     if failed := sum(each is not None for each in errors):
@@ -281,8 +287,18 @@ def _run(arguments: list[str]) -> None:
 
 
 def _submit(
-    server: str, api_key: str | None, inputs: JobInput, place: Path, results: Path
+    server: str,
+    api_key: str | None,
+    inputs: JobInput,
+    place: Path,
+    results: Path,
+    record: Path | None,
 ) -> None:
+    """Have a server run a batch, and wait for it.
+
+    record: of the batch, which a later call for the same rows finds. Without it a batch
+        that nobody waits for is cancelled.
+    """
     from ..run.client.batch_client import BatchClient
     from ..run.client.client_commands import download_all, until_ended
     from ..run.progress import Display
@@ -295,13 +311,34 @@ def _submit(
             template = Template({"model": model, **template.body})
             inputs = replace(inputs, template=template)
         local = Staging(place).stage(inputs)
-        batch = client.start(
-            local.path, "rows.jsonl", inputs.endpoint, completion_window="24h"
-        )
-        batch = until_ended(client, batch, Display(sys.stderr))
+        asked = [client.url, inputs.endpoint, local.sha256()]
+        batch = None if record is None else _begun(client, record, asked)
+        if batch is None:
+            batch = client.start(
+                local.path, "rows.jsonl", inputs.endpoint, completion_window="24h"
+            )
+            if record is not None:
+                record.write_text(json.dumps([*asked, batch["id"]]))
+        try:
+            batch = until_ended(client, batch, Display(sys.stderr))
+        except KeyboardInterrupt:
+            if record is None:
+                with contextlib.suppress(SGLangBatchError):  # it has just ended
+                    client.cancel(batch["id"])
+            raise
         if batch["status"] != COMPLETED:
             raise ServerError(
                 f"{batch['id']} is {batch['status']} at {client.url}: "
                 f"`sglang-batch status {batch['id']}` says why."
             )
         download_all(client, batch, results)
+
+
+def _begun(client: Any, record: Path, asked: list[str]) -> Any:
+    """The batch that an earlier call began for the same rows, unless it has failed."""
+    with contextlib.suppress(OSError, ValueError):  # also of a batch that is deleted
+        *before, batch_id = json.loads(record.read_bytes())
+        batch = client.get(batch_id) if before == asked else None
+        if batch and batch["status"] in (*ACTIVE_STATUSES, COMPLETED):
+            return batch
+    return None

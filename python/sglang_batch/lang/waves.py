@@ -35,7 +35,7 @@ from ..config import OfflineBatchConfig
 from ..errors import ApiError, ConfigError, EngineError, InputError
 from ..job.engine import GENERATE_URL, MAX_INFLIGHT, WAVE_PATH
 from ..job.job import Job, JobOptions
-from ..request import BatchRequestInput, LineSplitter
+from ..request import BatchRequestInput, LineSplitter, authorization
 
 logger = logging.getLogger(__name__)
 
@@ -450,9 +450,7 @@ class HttpTransport(WaveTransport):
         kind: str = "requests",
     ) -> None:
         self._url = url
-        self._headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._headers = {"Content-Type": "application/json", **authorization(api_key)}
         self._tls = ssl.create_default_context(cafile=verify) if verify else True
         self._start = f'{{"{kind}":['.encode()
         self._end = b"]}" if priority is None else b'],"priority":%d}' % priority

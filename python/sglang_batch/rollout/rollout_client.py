@@ -22,7 +22,7 @@ import numpy as np
 
 from ..errors import ConfigError, ServerError
 from ..planner.output_lengths.estimates import completed
-from ..request import LineSplitter
+from ..request import LineSplitter, authorization
 from .rollout_call import (
     ID_HEADER,
     ROLLOUTS_PATH,
@@ -85,7 +85,7 @@ class RolloutClient:
     ) -> None:
         self.url = url.rstrip("/")
         self.history = history
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = authorization(api_key)
 
     def run(self, groups: Sequence[RolloutGroup], **options: Any) -> list[GroupResult]:
         """Sample groups, and return them in the order of ``groups`` once all have ended.

@@ -138,12 +138,13 @@ class JobDirectory:
         found = self.earlier = self._recorded()
         if found is not None:
             self.record = found
+        for file in self.outputs.files if found is None else ():
+            if file.path.exists():
+                raise ConfigError(
+                    f"{file.path} exists and was not written by this command; remove it, "
+                    "choose another output, or pass --overwrite."
+                )
         path = self.outputs.output.path
-        if found is None and path.exists():
-            raise ConfigError(
-                f"{path} exists and was not written by this command; remove it, choose "
-                "another output, or pass --overwrite."
-            )
         if self.shared and found and found.complete and not self.is_complete(found):
             raise InputError(
                 f"the job of --state {self._state} is complete, and its output is not here: "

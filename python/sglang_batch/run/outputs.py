@@ -45,6 +45,8 @@ class OutputFile:
         reason = None
         if self.path.is_dir():
             reason = "it is a directory"
+        elif self.path.exists() and not self.path.is_file():
+            reason = "it is not a file, so no later run could resume the job"
         elif not self.path.parent.is_dir():
             reason = "its directory does not exist"
         elif not os.access(self.path.parent, os.W_OK):

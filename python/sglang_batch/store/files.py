@@ -22,7 +22,14 @@ from ..errors import StoreWriteError
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A file that gets its name only if the block ends without an error."""
+    """A file that gets its name only if the block ends without an error.
+
+    A device or a pipe is written to, and not replaced by a file.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        with open(path, "wb") as device:
+            yield device
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:

@@ -19,6 +19,7 @@ from openai._models import FinalRequestOptions
 from ...batch_api import protocol as api
 from ...batch_api.objects import computed_usage
 from ...errors import ConfigError, ExitStatus, ServerError, SGLangBatchError
+from ...request import authorization
 from ...server.progress import cached_percent, duration
 from ..progress import Display, aligned
 
@@ -39,12 +40,13 @@ class BatchClient:
         url: of the server, with or without ``/v1``.
         api_key: None for a server without keys.
 
-    Raises ConfigError if the URL is not valid.
+    Raises ConfigError if the URL or the key is not valid.
     """
 
     def __init__(self, url: str, api_key: str | None) -> None:
         url = url.rstrip("/").removesuffix("/v1").rstrip("/")
         self.url = url if "://" in url else f"http://{url}"
+        authorization(api_key)  # raises for a key that cannot be sent
         # OpenAI's client requires a key.
         try:
             self.client = openai.OpenAI(

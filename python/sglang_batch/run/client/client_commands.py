@@ -99,6 +99,8 @@ def results(server: BatchClient, options: argparse.Namespace) -> Shown:
     for path in (output, errors):
         if path is not None and path.is_dir():
             raise ConfigError(f"{path} is a directory. Name a file.")
+    if errors is not None and errors.resolve() == output.resolve() != STDOUT.resolve():
+        raise ConfigError(f"{output} is both output and error file.")
     batch = server.get(options.batch_id)
     _check_results(batch, options)
     try:

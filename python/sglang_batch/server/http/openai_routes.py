@@ -57,7 +57,7 @@ async def create_file(request: Request) -> Response:
             raise ApiError(400, "Missing required parameter: 'file'.", param="file")
         given = {
             "filename": form.filename or "upload",
-            "purpose": form.fields.get("purpose", ""),
+            "purpose": form.fields.get("purpose"),
             "expires_after": parameters.form_expires_after(form.fields),
         }
         new = parameters.checked(docs.FileFields, given)

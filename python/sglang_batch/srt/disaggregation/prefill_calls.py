@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from ... import request
+
 CALL_PATH = "/offline_batch/prefill/call"
 JOBS_PATH = "/offline_batch/prefill/jobs"
 
@@ -46,8 +48,7 @@ _NOT_SENT = {
 
 def authorization() -> dict[str, str]:
     """The HTTP headers of calls to prefill servers, with ``SGLANG_BATCH_API_KEY``."""
-    key = os.environ.get("SGLANG_BATCH_API_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    return request.authorization(os.environ.get("SGLANG_BATCH_API_KEY"))
 
 
 def room_after(room: int) -> int:

@@ -87,14 +87,17 @@ def without_nulls(body: JsonObject) -> JsonObject:
 def validated(kind: type[_Parsed], body: JsonObject) -> _Parsed:
     """A body as an endpoint's request class.
 
-    A null is as good as nothing, within the body, too, where the class has a default.
+    A null is as good as nothing, within the body, too, where the class has a default. Of a
+    required field it is refused as a null, not as a field that is missing.
     ``max_tokens`` of a completion may be 0, which SGLang's class refuses: a prompt whose
     log probabilities are echoed needs no answer.
 
     Raises:
         ValidationError: the class does not take the body.
     """
-    body = without_nulls(body)
+    fields = kind.model_fields
+    required = {name for name, field in fields.items() if field.is_required()}
+    body = {k: v for k, v in body.items() if v is not None or k in required}
     limit = body.get("max_tokens")
     scores = "prompt" in kind.model_fields and type(limit) is int and limit == 0
     if scores:
@@ -299,7 +302,8 @@ def _is_member(part: object) -> bool:
 def _described(each: Any) -> tuple[str, str | None]:
     path = ".".join(map(str, _keys(each["loc"])))
     where = f"body.{path}" if path else "body"
-    return f"Invalid value for '{where}': {each['msg'].rstrip('.')}.", where
+    given = "it is null. " * (each["input"] is None)
+    return f"Invalid value for '{where}': {given}{each['msg'].rstrip('.')}.", where
 
 
 @cache

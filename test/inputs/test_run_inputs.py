@@ -239,6 +239,21 @@ def test_a_url_of_a_local_file_is_its_path(tmp_path: Path, engine: Echo) -> None
     assert ids_in((tmp_path / "out").read_bytes()) == ["a", "b"]
 
 
+def test_a_complete_job_has_no_error_file_that_it_did_not_write(
+    tmp_path: Path, engine: Echo, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_file(tmp_path, batch_lines("a", "bad"), "in.jsonl")
+    command = ["-i", tmp_path / "in.jsonl", "-o", tmp_path / "out"]
+    assert run(*command) == EXIT_LINES_FAILED
+    errors = ["--error-file", tmp_path / "errors"]
+    assert run(*command, *errors) == EXIT_BAD_INPUT
+    assert f"there is no {tmp_path / 'errors'}" in capsys.readouterr().err
+    assert run(*command, *errors, "--overwrite") == EXIT_LINES_FAILED
+    assert ids_in((tmp_path / "errors").read_bytes()) == ["bad"]
+    assert run(*command, *errors) == EXIT_LINES_FAILED
+    assert engine.started == 2
+
+
 def test_a_bad_download_is_discarded(
     tmp_path: Path,
     web: WebFiles,

@@ -26,7 +26,7 @@ from ..store.files import FileLock, atomic_write, next_epoch
 from ..store.result_log import ResultLog, finished_lines
 from .answer_table import AnswerTable
 from .backend_options import served_name
-from .outputs import Outputs
+from .outputs import OutputFile, Outputs
 from .shared_state import PLACE, RECORD, RESULTS, SharedState, StateUrl
 from .summary import Summary
 
@@ -128,7 +128,7 @@ class JobDirectory:
 
         Raises:
             InputError: this directory has another job than ``--state``, or the job is
-                complete and its output is elsewhere.
+                complete and one of its files is elsewhere.
             ConfigError: the output was not written by a job, or the record cannot be
                 read.
             StoreError: the state cannot be read.
@@ -151,13 +151,23 @@ class JobDirectory:
                 f"there is no {path}. Look for it on the machine that ended the job, or "
                 "pass --overwrite to start again."
             )
+        errors = self.outputs.errors
+        if (
+            found
+            and errors
+            and self.is_complete(found)
+            and not _is_there(errors, found)
+        ):
+            raise InputError(
+                f"{path} is complete, and there is no {errors}: its errors are in the "
+                "--error-file that was named then, or among the answers. Name the same, or "
+                "pass --overwrite to start again."
+            )
         return found
 
     def is_complete(self, found: JobRecord) -> bool:
         """Whether a job is complete, and its output exists."""
-        output = self.outputs.output
-        there = output.path.exists() or (output.is_remote and found.uploaded)
-        return found.complete and there
+        return found.complete and _is_there(self.outputs.output, found)
 
     def has_answers(self, found: JobRecord) -> bool:
         """Whether any request of a job was answered other than with an error."""
@@ -313,3 +323,8 @@ class JobDirectory:
     def _write_record(self) -> None:
         with atomic_write(self._record_path) as file:
             file.write(msgspec.json.format(msgspec.json.encode(self.record)))
+
+
+def _is_there(file: OutputFile, found: JobRecord) -> bool:
+    """Whether a file of a complete job exists, here or where it was uploaded."""
+    return file.path.exists() or (file.is_remote and found.uploaded)

@@ -150,6 +150,26 @@ def test_an_echoed_prompt_has_the_logprobs_of_its_tokens(
     assert len(found) == 6
 
 
+def test_scores_are_the_probabilities_of_the_token_that_is_dropped(
+    neo_engine: Engine, reference: Any
+) -> None:
+    query, items, labels = [80, 81], [[99], [104, 60]], [70, 71, 200]
+    body = {"query": query, "items": items, "label_token_ids": labels}
+    (output,) = answers(neo_engine, body, url="/v1/score")
+    assert output.ok, output.body
+    with torch.no_grad():
+        expected = [
+            torch.softmax(reference(torch.tensor([query + item])).logits[0, -1], -1)
+            for item in items
+        ]
+    for found, all_tokens in zip(body_of(output)["scores"], expected, strict=True):
+        assert found == pytest.approx(all_tokens[labels].tolist(), rel=1e-3)
+    # A prompt alone has no answer, and none is counted.
+    nothing = {"input_ids": query, "sampling_params": {"max_new_tokens": 0}}
+    (output,) = answers(neo_engine, nothing, url=GENERATE_URL)
+    assert body_of(output)["output_ids"] == [] and output.usage.output_tokens == 0
+
+
 def test_samples_of_one_seed_differ_and_are_the_same_again(neo_engine: Engine) -> None:
     body = {"prompt": "abc", "max_tokens": 8, "temperature": 1.0, "n": 3, "seed": 5}
     first, second = answers(neo_engine, body, body)

@@ -206,7 +206,8 @@ def token_output(
     before = prompt[-INIT_INCREMENTAL_DETOKENIZATION_OFFSET:]
     ids = list(message.token_ids_logprob or ())
     inputs = _prompt_lists(message, answer, ids)
-    outputs = _logprob_lists(answer.logprobs[:count], ids)
+    # Also of the one that is dropped, as SGLang has it: scores are made of it.
+    outputs = _logprob_lists(answer.logprobs, ids)
     return BatchTokenIDOutput(
         rids=[message.rid],
         http_worker_ipcs=[None],

@@ -115,6 +115,10 @@ def test_sampling_parameters_are_the_sample_s_then_the_group_s_then_the_call_s()
     params = [json.loads(body_of(call, 0, i))["sampling_params"] for i in range(3)]
     assert [each["top_p"] for each in params] == [0.5, 0.1, 0.5]
     assert [each["sampling_seed"] for each in params] == [7, 8, 9]
+    # After the last seed comes 0: a sample is not refused for a seed that nobody sent.
+    last = call.model_copy(update={"sampling_params": {"sampling_seed": 2**63 - 2}})
+    seeds = [last.sampling_of(0, nth)["sampling_seed"] for nth in range(3)]
+    assert seeds == [2**63 - 2, 2**63 - 1, 0]
 
 
 def test_earlier_tokens_are_a_part_of_the_prompt_and_count_against_the_limit() -> None:

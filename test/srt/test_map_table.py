@@ -136,9 +136,26 @@ REASONED = """{"output": [
 ]}""".replace("\n", "")
 
 
+# A call of a tool, in place of a text.
+CALL = '[{"type": "%s", "name": "f", "arguments": "{}"}]'
+
+
 @pytest.mark.parametrize(
     ("endpoint", "body", "answer"),
     [
+        (
+            "/v1/chat/completions",
+            f'{{"choices": [{{"message": {{"content": null, "tool_calls": '
+            f"{CALL % 'function'}}}}}]}}",
+            CALL % "function",
+        ),
+        (
+            "/v1/responses",
+            f'{{"output": {CALL % "function_call"}}}',
+            CALL % "function_call",
+        ),
+        ("/v1/messages", f'{{"content": {CALL % "tool_use"}}}', CALL % "tool_use"),
+        ("/v1/messages", '{"content": []}', ""),
         ("/v1/chat/completions", '{"choices": [{"message": {"content": "a"}}]}', "a"),
         ("/v1/messages", '{"content": [{"type": "text", "text": "a"}]}', "a"),
         ("/v1/responses", '{"output": [{"content": [{"text": "a"}]}, {}]}', "a"),

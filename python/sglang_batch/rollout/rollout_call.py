@@ -29,6 +29,7 @@ ID_HEADER = "x-rollout-id"
 # Most samples of a group, and of all groups of a call.
 MAX_N = 1 << 10
 MAX_SAMPLES = 1 << 16
+_SEEDS = 1 << 63
 # SGLang's default.
 DEFAULT_MAX_NEW_TOKENS = 128
 # A grammar that has seen only the end of an answer would accept another text.
@@ -192,8 +193,9 @@ class RolloutCall(_Checked):
     def sampling_of(self, place: int, nth: int) -> dict[str, Any]:
         """The sampling parameters of a sample, its whole answer counted."""
         params = {**self.sampling_params, **self.groups[place].sampling_params}
-        if isinstance(seed := params.get("sampling_seed"), int):
-            params["sampling_seed"] = seed + nth
+        if type(seed := params.get("sampling_seed")) is int:
+            is_past = seed < _SEEDS <= seed + nth  # 0 is the one after the last
+            params["sampling_seed"] = seed + nth - _SEEDS * is_past
         return params | self.sample_of(place, nth).sampling_params
 
     @property

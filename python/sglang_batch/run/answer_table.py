@@ -235,7 +235,18 @@ def text_in(body: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
+def _text_or_calls(body: dict[str, Any]) -> str | None:
+    """The text of an answer, or else its calls of tools as JSON."""
+    if text := text_in(body):
+        return text
+    message = (body.get("choices") or [{}])[0].get("message") or {}
+    items = message.get("tool_calls") or body.get("output") or body.get("content") or []
+    kinds = ("function", "function_call", "tool_use")
+    calls = [each for each in items if each.get("type") in kinds]
+    return json.dumps(calls, ensure_ascii=False) if calls else text
+
+
 _VALUES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "/v1/embeddings": lambda body: body["data"][0]["embedding"],
-    **dict.fromkeys(GENERATING_URLS, text_in),
+    **dict.fromkeys(GENERATING_URLS, _text_or_calls),
 }

@@ -275,15 +275,11 @@ def random_prompts(
     ]
 
 
-# Printable ASCII, as headers of HTTP have it.
-_API_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
-
-
 def authorization(api_key: str | None) -> dict[str, str]:
     """The headers of a call with a key, none without one. ConfigError: no header can have it."""
     if not api_key:
         return {}
-    if not _API_KEY.fullmatch(api_key):
+    if not re.fullmatch("[!-~]([ -~]*[!-~])?", api_key):
         raise ConfigError(
             "the API key has a line break, a space at an end, or a character that is not "
             "ASCII, so it cannot be sent: copy it again."

@@ -247,7 +247,10 @@ def test_a_complete_job_has_no_error_file_that_it_did_not_write(
     assert run(*command) == EXIT_LINES_FAILED
     errors = ["--error-file", tmp_path / "errors"]
     assert run(*command, *errors) == EXIT_BAD_INPUT
-    assert f"there is no {tmp_path / 'errors'}" in capsys.readouterr().err
+    assert (
+        f"output is not here: there is no {tmp_path / 'errors'}"
+        in capsys.readouterr().err
+    )
     assert run(*command, *errors, "--overwrite") == EXIT_LINES_FAILED
     assert ids_in((tmp_path / "errors").read_bytes()) == ["bad"]
     assert run(*command, *errors) == EXIT_LINES_FAILED

@@ -94,7 +94,7 @@ def test_an_interrupted_call_goes_on_with_its_batch_or_ends_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(client_commands.time, "sleep", interrupt)
-        for most, job in ((1000, None), (2, tmp_path), (2, tmp_path)):
+        for most, job in ((1000, None), (2, tmp_path)):
             with pytest.raises(KeyboardInterrupt):
                 call(most, job)
     with closing(BatchClient(offline_server.url, None)) as client:

@@ -83,37 +83,27 @@ def rows_of_batches(batches: Iterable[Any]) -> Iterator[Row]:
         for start in range(0, batch.num_rows, ROWS_AT_A_TIME):
             part = batch.slice(start, ROWS_AT_A_TIME)
             for place, field in enumerate(part.schema):
-                column = part.column(place)
-                if str(field.type) == "float":  # 32 bits: 0.1, not 0.10000000149011612
-                    column = column.cast("string").cast("float64")
-                elif (frequency := _of_periods(field)) is not None:
-                    column = _period_texts(column, frequency)
-                else:
-                    continue
+                column = _readable(field, part.column(place))
                 part = part.set_column(place, field.name, column)
             yield from part.to_pylist(maps_as_pydicts="strict")
 
 
-def _of_periods(field: Any) -> str | None:
-    """The frequency of a column of pandas' periods, of which Arrow has the numbers. None of
-    others."""
+def _readable(field: Any, column: Any) -> Any:
+    """A column with 0.1 of 32 bits, not 0.10000000149011612, and pandas' periods as text."""
+    frequency = getattr(field.type, "freq", None)  # where pandas has told Arrow of them
     found = field.metadata or {}
     if found.get(b"ARROW:extension:name") == b"pandas.period":
-        return str(json.loads(found[b"ARROW:extension:metadata"])["freq"])
-    # Where pandas has made the type known.
-    return getattr(field.type, "freq", None)
+        frequency = json.loads(found[b"ARROW:extension:metadata"])["freq"]
+    if frequency is not None:
+        import pandas
+        import pyarrow
 
-
-def _period_texts(column: Any, frequency: str) -> Any:
-    import pandas
-    import pyarrow
-
-    numbers = getattr(column, "storage", column).to_pylist()
-    texts = [
-        None if each is None else str(pandas.Period(ordinal=each, freq=frequency))
-        for each in numbers
-    ]
-    return pyarrow.array(texts, "string")
+        period = partial(pandas.Period, freq=frequency)
+        numbers = getattr(column, "storage", column).to_pylist()
+        texts = [n if n is None else str(period(ordinal=n)) for n in numbers]
+        return pyarrow.array(texts, "string")
+    is_float = str(field.type) == "float"
+    return column.cast("string").cast("float64") if is_float else column
 
 
 def _parquet_rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Row]:

@@ -65,10 +65,8 @@ def is_url(name: str) -> bool:
 
 def as_path(name: str) -> str:
     """The path that a ``file://`` URL names; any other name as it is."""
-    if not name.lower().startswith("file://"):
-        return name
-    path = re.sub("^localhost(?=/)", "", name[len("file://") :], flags=re.IGNORECASE)
-    return os.fsdecode(unquote_to_bytes(path))
+    path = re.sub("^file://(localhost(?=/))?", "", name, flags=re.IGNORECASE)
+    return name if path == name else os.fsdecode(unquote_to_bytes(path))
 
 
 def location(name: str) -> str:

@@ -23,14 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..batch_api.protocol import ACTIVE_STATUSES, COMPLETED, ENDPOINTS
-from ..errors import (
-    ConfigError,
-    EngineError,
-    ExitStatus,
-    InputError,
-    ServerError,
-    SGLangBatchError,
-)
+from ..errors import ConfigError, EngineError, ExitStatus, InputError, ServerError
 from ..inputs.job_input import DEFAULT_ENDPOINT, JobInput, input_sources
 from ..inputs.staging import Staging
 from ..inputs.tables import arrow_columns, check_columns
@@ -221,8 +214,7 @@ def map_table(
             inputs = JobInput(
                 input_sources([str(rows)]), parsed, endpoint, optimize_fields=optimize
             )
-            batch_id = place / "batch.json" if keeps else None
-            _submit(server, api_key, inputs, place, results, batch_id)
+            _submit(server, api_key, inputs, place, keeps)
         answers, errors = answers_of(results, endpoint, table.num_rows)
     columns: dict[str, Any] = {answer: answers}
     if failed := sum(each is not None for each in errors):
@@ -287,18 +279,10 @@ def _run(arguments: list[str]) -> None:
 
 
 def _submit(
-    server: str,
-    api_key: str | None,
-    inputs: JobInput,
-    place: Path,
-    results: Path,
-    record: Path | None,
+    server: str, api_key: str | None, inputs: JobInput, place: Path, keeps: bool
 ) -> None:
-    """Have a server run a batch, and wait for it.
-
-    record: of the batch, which a later call for the same rows finds. Without it a batch
-        that nobody waits for is cancelled.
-    """
+    """Have a server run a batch, and wait. A later call goes on with it if the place is kept,
+    and it is cancelled otherwise."""
     from ..run.client.batch_client import BatchClient
     from ..run.client.client_commands import download_all, until_ended
     from ..run.progress import Display
@@ -311,19 +295,19 @@ def _submit(
             template = Template({"model": model, **template.body})
             inputs = replace(inputs, template=template)
         local = Staging(place).stage(inputs)
+        record = place / "batch.json"
         asked = [client.url, inputs.endpoint, local.sha256()]
-        batch = None if record is None else _begun(client, record, asked)
+        batch = _begun(client, record, asked)
         if batch is None:
             batch = client.start(
                 local.path, "rows.jsonl", inputs.endpoint, completion_window="24h"
             )
-            if record is not None:
-                record.write_text(json.dumps([*asked, batch["id"]]))
+            record.write_text(json.dumps([*asked, batch["id"]]))
         try:
             batch = until_ended(client, batch, Display(sys.stderr))
         except KeyboardInterrupt:
-            if record is None:
-                with contextlib.suppress(SGLangBatchError):  # it has just ended
+            if not keeps:
+                with contextlib.suppress(ConfigError, ServerError):  # it has ended
                     client.cancel(batch["id"])
             raise
         if batch["status"] != COMPLETED:
@@ -331,14 +315,13 @@ def _submit(
                 f"{batch['id']} is {batch['status']} at {client.url}: "
                 f"`sglang-batch status {batch['id']}` says why."
             )
-        download_all(client, batch, results)
+        download_all(client, batch, place / "results.jsonl")
 
 
 def _begun(client: Any, record: Path, asked: list[str]) -> Any:
     """The batch that an earlier call began for the same rows, unless it has failed."""
-    with contextlib.suppress(OSError, ValueError):  # also of a batch that is deleted
+    with contextlib.suppress(OSError, ValueError):  # the latter if it was deleted, too
         *before, batch_id = json.loads(record.read_bytes())
-        batch = client.get(batch_id) if before == asked else None
-        if batch and batch["status"] in (*ACTIVE_STATUSES, COMPLETED):
-            return batch
+        batch = client.get(batch_id) if before == asked else {}
+        return batch if batch.get("status") in (*ACTIVE_STATUSES, COMPLETED) else None
     return None

@@ -144,30 +144,25 @@ class JobDirectory:
                     f"{file.path} exists and was not written by this command; remove it, "
                     "choose another output, or pass --overwrite."
                 )
-        path = self.outputs.output.path
-        if self.shared and found and found.complete and not self.is_complete(found):
+        missing = self._missing(found) if found and found.complete else []
+        # A job of this machine whose output was deleted starts again.
+        if missing and (self.shared or self.outputs.output not in missing):
             raise InputError(
-                f"the job of --state {self._state} is complete, and its output is not here: "
-                f"there is no {path}. Look for it on the machine that ended the job, or "
-                "pass --overwrite to start again."
-            )
-        errors = self.outputs.errors
-        if (
-            found
-            and errors
-            and self.is_complete(found)
-            and not _is_there(errors, found)
-        ):
-            raise InputError(
-                f"{path} is complete, and there is no {errors}: its errors are in the "
-                "--error-file that was named then, or among the answers. Name the same, or "
-                "pass --overwrite to start again."
+                f"the job is complete, and its output is not here: there is no {missing[0]}. "
+                "Look for it on the machine that ended the job, or under the --error-file "
+                "that was named then, or pass --overwrite to start again."
             )
         return found
 
     def is_complete(self, found: JobRecord) -> bool:
         """Whether a job is complete, and its output exists."""
-        return found.complete and _is_there(self.outputs.output, found)
+        return found.complete and self.outputs.output not in self._missing(found)
+
+    def _missing(self, found: JobRecord) -> list[OutputFile]:
+        """The files of a complete job that are neither here nor uploaded."""
+        files = self.outputs.files
+        uploaded = [each for each in files if each.is_remote and found.uploaded]
+        return [e for e in files if not (e in uploaded or e.path.exists())]
 
     def has_answers(self, found: JobRecord) -> bool:
         """Whether any request of a job was answered other than with an error."""
@@ -323,8 +318,3 @@ class JobDirectory:
     def _write_record(self) -> None:
         with atomic_write(self._record_path) as file:
             file.write(msgspec.json.format(msgspec.json.encode(self.record)))
-
-
-def _is_there(file: OutputFile, found: JobRecord) -> bool:
-    """Whether a file of a complete job exists, here or where it was uploaded."""
-    return file.path.exists() or (file.is_remote and found.uploaded)

@@ -119,17 +119,10 @@ class EngineWork:
 
     @classmethod
     def of(cls, state: WorkerState, seconds: float) -> EngineWork:
-        same = (
-            "name",
-            "status",
-            "answered",
-            "tokens",
-            "cached_share",
-            "losses",
-            "reason",
-        )
+        fields = (each.name for each in dataclasses.fields(cls))
+        same = {name: getattr(state, name) for name in fields if hasattr(state, name)}
         return cls(
-            **{name: getattr(state, name) for name in same},
+            **same,
             tokens_per_second=_rate(state.tokens, seconds),
             engine_s=state.there_s,
         )

@@ -21,6 +21,7 @@ from typing import Any
 from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ...batch_api.protocol import ENDPOINTS, TRANSCRIPTIONS_URL
 from ...errors import ApiError
 from ...job.engine import GENERATE_URL, WAVE_PATH, WORKER_PATH
 from ...rollout.rollout_call import ROLLOUTS_PATH
@@ -83,21 +84,9 @@ OPEN = {"/draining", "/health", "/health_generate", "/live", "/ready"}
 METRICS = "/metrics"
 
 # OpenAI's and Anthropic's endpoints that answer at once.
-ONLINE = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/classify",
-        "/v1/completions",
-        "/v1/embeddings",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/rerank",
-        "/v1/responses",
-        "/v1/score",
-    }
-)
+ONLINE = frozenset(ENDPOINTS) - {TRANSCRIPTIONS_URL} | {"/v1/messages/count_tokens"}
 # The model of these calls is not in a JSON body.
-ONLINE_OTHER = frozenset({"/v1/audio/transcriptions", "/v1/realtime"})
+ONLINE_OTHER = frozenset({TRANSCRIPTIONS_URL, "/v1/realtime"})
 # All calls that use tokens at once.
 GENERATING = ONLINE | ONLINE_OTHER | {ROLLOUTS_PATH, WAVE_PATH}
 

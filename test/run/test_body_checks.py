@@ -474,6 +474,6 @@ def test_a_null_in_place_of_a_prompt_is_named_as_one(url: str) -> None:
     body = {**BODIES[url][0], "max_tokens": 1, prompt: None}
     ((message, param),) = body_errors(url, json.dumps(body).encode())
     assert param == f"body.{prompt}"
-    assert message.startswith(
-        f"Invalid value for 'body.{prompt}': it is null. Input should"
-    )
+    kind = "list" if prompt in ("messages", "documents") else "string"
+    wanted = f"it is null. Input should be a valid {kind}"
+    assert message.startswith(f"Invalid value for 'body.{prompt}': {wanted}")

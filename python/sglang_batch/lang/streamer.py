@@ -399,10 +399,17 @@ class RowLines:
             fields = _mapping(row)
             custom_id = self._custom_id(fields, custom_id)
             line = self._written(fields, custom_id)
+            msgspec.json.decode(line)  # as the server does, for a whole window
         except NotJson as error:
             refused = f"row {index} holds {error}."
         except InputError as error:
             refused = f"row {index}: {error}."
+        except msgspec.DecodeError:
+            refused = (
+                f"row {index} has half of a surrogate pair, which is no character."
+            )
+        except (ValueError, RecursionError) as error:
+            refused = f"row {index} cannot be sent as JSON: {error}."
         if len(line) > MAX_ROW_BYTES:
             refused = (
                 f"row {index}: the request has more than the {MAX_ROW_BYTES:,} bytes that a "

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeVar
@@ -268,7 +268,10 @@ def _closest(errors: list[Any], at: int) -> Any:
         return parts[None][0]
     if not any(_is_member(part) for part in parts):
         return _closest(next(iter(parts.values())), at + 1)
-    nearest = min(parts.values(), key=partial(_distance, at=at))
+    by_part = {
+        part: (_distance(each, at), part != "str") for part, each in parts.items()
+    }
+    nearest = parts[min(by_part, key=by_part.__getitem__)]
     if not _distance(nearest, at)[0]:
         return _closest(nearest, at + 1)
     # It is none of them. Each says which tag it has.

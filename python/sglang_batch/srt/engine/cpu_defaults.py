@@ -77,8 +77,10 @@ def set_cpu_defaults(server_args: ServerArgs) -> None:
     if view.device != "cpu":
         return
     # The engine's processes read them when they start.
+    waits = os.environ.get("OMP_WAIT_POLICY", "PASSIVE").upper()
     for name, value in ENVIRONMENT.items():
-        if name not in os.environ:
+        is_chosen = name == "GOMP_SPINCOUNT" and waits != "PASSIVE"
+        if name not in os.environ and not is_chosen:
             os.environ[name] = value
             _ours.add(name)
     if (view.max_total_tokens, server_args.mem_fraction_static) != (None, None):

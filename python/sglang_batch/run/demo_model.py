@@ -21,8 +21,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SPECIAL_TOKENS = (
-    *("<|bos|>", "<|eos|>", "<|pad|>", "<|system|>"),
-    *("<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"),
+    "<|bos|>",
+    "<|eos|>",
+    "<|pad|>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|tool|>",
+    "<|end|>",
 )
 """In the order of their ids, from 256. An id below 256 is the value of its byte."""
 

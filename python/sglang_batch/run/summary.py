@@ -119,10 +119,17 @@ class EngineWork:
 
     @classmethod
     def of(cls, state: WorkerState, seconds: float) -> EngineWork:
-        fields = (each.name for each in dataclasses.fields(cls))
-        same = {name: getattr(state, name) for name in fields if hasattr(state, name)}
+        same = (
+            "name",
+            "status",
+            "answered",
+            "tokens",
+            "cached_share",
+            "losses",
+            "reason",
+        )
         return cls(
-            **same,
+            **{name: getattr(state, name) for name in same},
             tokens_per_second=_rate(state.tokens, seconds),
             engine_s=state.there_s,
         )

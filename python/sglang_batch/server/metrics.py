@@ -33,8 +33,14 @@ STATUSES = (*api.ACTIVE_STATUSES, api.COMPLETED, api.FAILED, api.CANCELLED, api.
 TOKEN_KINDS = ("input", "cached", "output", "reasoning")
 # Error codes, or else types, that have a label of their own.
 ERROR_CODES = (
-    *("api_error", "context_length_exceeded", "engine_died", "invalid_request_error"),
-    *("line_timeout", "not_found_error", "overloaded_error", "rate_limit_error"),
+    "api_error",
+    "context_length_exceeded",
+    "engine_died",
+    "invalid_request_error",
+    "line_timeout",
+    "not_found_error",
+    "overloaded_error",
+    "rate_limit_error",
     "server_error",
 )
 # Why batches are paused, by words of the reason that their object gives.

@@ -42,8 +42,12 @@ WRITE_ERRORS = (StoreWriteError, OSError, sqlite3.OperationalError)
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 # What counts as used by the batch's owner.
 COUNTED = (
-    *("input_tokens", "cached_tokens", "output_tokens"),
-    *("merged_input_tokens", "merged_output_tokens", "engine_s"),
+    "input_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "merged_input_tokens",
+    "merged_output_tokens",
+    "engine_s",
 )
 
 

@@ -223,8 +223,11 @@ def given_keys(
 # adapter and runs the served model.
 WITH_ADAPTERS = frozenset(
     {
-        *("/v1/chat/completions", "/v1/completions", "/v1/embeddings"),
-        *("/v1/messages", "/v1/messages/count_tokens"),
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
     }
 )
 

@@ -20,8 +20,14 @@ from .keys import Allowance, find_allowance
 #   merged_tokens    those of them that were not computed, but are an equal line's
 #   engine_s         seconds of the engine for finished lines
 COUNTS = (
-    *("batches", "lines", "calls", "input_tokens", "cached_tokens"),
-    *("output_tokens", "merged_tokens", "engine_s"),
+    "batches",
+    "lines",
+    "calls",
+    "input_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "merged_tokens",
+    "engine_s",
 )
 _TOKENS = ("input_tokens", "cached_tokens", "output_tokens")
 COST_COLUMNS = (

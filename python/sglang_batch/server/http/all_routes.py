@@ -290,8 +290,14 @@ def _encoding_error(scope: Scope) -> ApiError | None:
 
 _METHODS = ("GET", "HEAD", "POST", "DELETE")
 _READABLE = (
-    *("Content-Disposition", "Idempotency-Replayed", "Request-Id", "Retry-After"),
-    *("X-Incomplete", "X-Last-Line", "X-Line-Order", "X-Request-Id"),
+    "Content-Disposition",
+    "Idempotency-Replayed",
+    "Request-Id",
+    "Retry-After",
+    "X-Incomplete",
+    "X-Last-Line",
+    "X-Line-Order",
+    "X-Request-Id",
 )
 
 

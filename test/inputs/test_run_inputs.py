@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gzip
 import io
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ from web_server import WebFiles
 
 import sglang_batch.srt.engine
 from sglang_batch.__main__ import main
+from sglang_batch.run import running_job
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_LINES_FAILED = 1, 2, 3
 
@@ -255,6 +258,29 @@ def test_a_complete_job_has_no_error_file_that_it_did_not_write(
     assert ids_in((tmp_path / "errors").read_bytes()) == ["bad"]
     assert run(*command, *errors) == EXIT_LINES_FAILED
     assert engine.started == 2
+
+
+def test_a_full_disk_is_one_sentence_although_no_traceback_can_be_written(
+    tmp_path: Path,
+    engine: Echo,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    make_file(tmp_path, batch_lines("a"), "in.jsonl")
+    (tmp_path / "out.job").mkdir()
+    (tmp_path / "out.job/engine.log").symlink_to("/dev/full")
+    command = ["-i", tmp_path / "in.jsonl", "-o", tmp_path / "out"]
+    with monkeypatch.context() as patch:
+        patch.setattr(running_job, "write_digests", full)
+        assert run(*command) == EXIT_FAILED
+    said = capfd.readouterr().err
+    assert f"error: cannot write {tmp_path}/out.job: [Errno 28] No space left" in said
+    assert "Traceback" not in said
+    (tmp_path / "out.job/engine.log").unlink()
+    assert run(*command) == 0
 
 
 def test_a_bad_download_is_discarded(

@@ -194,10 +194,7 @@ def write_real_model(path: str | Path, *, overwrite: bool = False) -> bool:
 def _has_model(
     folder: Path, arguments: Mapping[str, int | str], overwrite: bool
 ) -> bool:
-    """Whether a folder has the demo model with these arguments.
-
-    Raises FileExistsError if it has something that must not be overwritten.
-    """
+    """Whether a folder has this demo model. FileExistsError: it has something else."""
     if not folder.exists():
         return False
     if not folder.is_dir():

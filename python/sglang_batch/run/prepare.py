@@ -163,10 +163,7 @@ def prepare(options: RunOptions) -> PreparedRun:
 def _starts_again(
     options: RunOptions, directory: JobDirectory, earlier: JobRecord | None
 ) -> bool:
-    """Whether other options make requests from rows, and no answer of the earlier is lost.
-
-    Raises InputError if there are other options, and answers.
-    """
+    """Whether other options make requests from rows. InputError: answers would be lost."""
     changed = [] if earlier is None else earlier.changed_options(options.job_input)
     if earlier is None or not changed:
         return False

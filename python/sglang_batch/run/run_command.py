@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..errors import EngineError, ExitStatus, SGLangBatchError
+from ..errors import EngineError, ExitStatus, SGLangBatchError, StoreWriteError
 from .backend_options import EngineSettings
 from .engine_log import EngineLog
 from .prepare import PreparedRun, RunOptions, prepare
@@ -52,6 +52,7 @@ def run(options: RunOptions) -> int:
 
 def _answered(prepared: PreparedRun) -> Summary | None:
     """Have the engine answer all requests. None if a signal stopped it."""
+    from ..server.result_saver import is_write_error
     from .running_job import RunningJob  # takes half a second to import
 
     with EngineLog(prepared.directory.engine_log) as engine_log:
@@ -66,6 +67,9 @@ def _answered(prepared: PreparedRun) -> Summary | None:
         except (SGLangBatchError, KeyboardInterrupt):
             raise
         except Exception as error:
+            if is_write_error(error):  # the log of the engine cannot be written, either
+                place = prepared.directory.path
+                raise StoreWriteError(f"cannot write {place}: {error}") from error
             traceback.print_exc()
             reason = f"{type(error).__name__}: {error}"
             raise EngineError(
@@ -74,10 +78,7 @@ def _answered(prepared: PreparedRun) -> Summary | None:
 
 
 def _cached(prepared: PreparedRun, settings: EngineSettings) -> CachedAnswers | None:
-    """The answers of earlier jobs, if they are kept.
-
-    Raises ConfigError if they cannot be.
-    """
+    """The answers of earlier jobs, if they are kept. ConfigError: they cannot be."""
     if prepared.config.answer_cache is None:
         return None
     from ..job.answer_cache import ModelAnswers

@@ -93,10 +93,7 @@ def _serve_front(fleet: WorkerOptions) -> int:
 
 
 def _front_options(argv: list[str]) -> argparse.Namespace:
-    """The options of a server without an engine.
-
-    Raises ConfigError if an option is not among them, or its value cannot be used.
-    """
+    """The options of a server without an engine. ConfigError: one is not, or its value."""
     from ..srt.compat.command_line import add_options
 
     parser = BackendParser()

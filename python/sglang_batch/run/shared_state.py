@@ -275,11 +275,7 @@ def _order(folder: str, name: str) -> tuple[int, str, int]:
 
 
 def _expanded(data: bytes) -> Iterator[bytes]:
-    """The records of a part, in pieces.
-
-    Raises:
-        ValueError, ZstdError: it is damaged, or expands to more than a part has.
-    """
+    """The records of a part, in pieces. ValueError, ZstdError: it is damaged, or too large."""
     if len(data) > MAX_PART_BYTES:
         raise ValueError(f"it has more than {MAX_PART_BYTES} bytes")
     size = zstandard.get_frame_parameters(data).content_size

@@ -177,7 +177,7 @@ class AppendLog:
         if written != len(data):
             os.ftruncate(self._fd, start)
             raise StoreWriteError(
-                f"{self.path}: wrote {written} of {len(data)} bytes; is the disk full?"
+                f"{self.path}: wrote {written} of {len(data)} bytes: the disk is full"
             )
         self._end = start + len(data)
         return start

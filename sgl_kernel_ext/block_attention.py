@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from .host_kernels import (
-    DTYPES,
+    array,
     as_float,
     in_parts,
     inlined,
@@ -217,11 +217,9 @@ def attend_blocks(
         lse: float32 ``[n, num_heads]``, natural logarithm of the sum of these tokens' weights,
             and then of all.
     """
-    bits = DTYPES[k_cache.dtype]
     arrays = (
-        q.view(DTYPES[q.dtype]).numpy(), k_cache.view(bits).numpy(),
-        v_cache.view(bits).numpy(), table.numpy(), rows, blocks, tokens, begin, end,
-        np.float32(scale), out.numpy(), lse.numpy(),
+        array(q), array(k_cache), array(v_cache), table.numpy(), rows, blocks, tokens, begin,
+        end, np.float32(scale), out.numpy(), lse.numpy(),
     )  # fmt: skip
     pairs = np.cumsum((end - begin)[tokens])
     most = int(pairs[-1]) * q[0].numel() // _PART

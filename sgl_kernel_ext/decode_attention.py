@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .host_kernels import DTYPES, as_float, in_parts, jit, negative_exp
+from .host_kernels import array, as_float, in_parts, jit, negative_exp
 
 # Tokens whose logits are computed before the softmax continues.
 _TILE = 64
@@ -139,11 +139,9 @@ def attend_decodes(
         rows: int64, the row of each of the tokens' requests.
         lse: is not written.
     """
-    bits = DTYPES[k_cache.dtype]
     arrays = (
-        q.view(DTYPES[q.dtype]).numpy(), k_cache.view(bits).numpy(),
-        v_cache.view(bits).numpy(), table.numpy(), rows, tokens, begin, end,
-        np.float32(scale), out.numpy(), lse.numpy(),
+        array(q), array(k_cache), array(v_cache), table.numpy(), rows, tokens, begin,
+        end, np.float32(scale), out.numpy(), lse.numpy(),
     )  # fmt: skip
     pairs = np.cumsum((end - begin)[tokens])
     most = int(pairs[-1]) * q[0].numel() // _PART if len(tokens) else 0

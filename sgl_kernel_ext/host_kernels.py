@@ -70,6 +70,15 @@ def _compiled_rounded(x, to):  # type: ignore[no-untyped-def]
     return round_to_even
 
 
+def array(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A tensor of a dtype in ``DTYPES`` as numba reads it, without a copy."""
+    bits = DTYPES[x.dtype]
+    if x.requires_grad:
+        x = x.detach()
+    found: np.ndarray[Any, Any] = (x if bits == x.dtype else x.view(bits)).numpy()
+    return found
+
+
 @cache
 def threads(number: int) -> ThreadPoolExecutor:
     """Threads for kernels, which hold no lock of Python."""

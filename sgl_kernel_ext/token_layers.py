@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .host_kernels import DTYPES, as_float, in_parts, jit, negative_exp, rounded
+from .host_kernels import array, as_float, in_parts, jit, negative_exp, rounded
 
 # Values that another thread is worth: some 50 us of work.
 _PART = 1 << 16
@@ -93,8 +93,7 @@ def _rotate(  # type: ignore[no-untyped-def]
 
 def _values(x: torch.Tensor) -> np.ndarray[Any, Any]:
     """All values of a contiguous tensor, one after the other, as numba reads them."""
-    values: np.ndarray[Any, Any] = x.detach().view(DTYPES[x.dtype]).numpy()
-    return values.reshape(-1)
+    return array(x).reshape(-1)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -151,8 +150,7 @@ def rotate_(
         return
     stride = x.stride(0)
     flat = x.as_strided(((n - 1) * stride + width,), (1,))
-    bits = table.view(DTYPES[table.dtype]).numpy()
     given = (
-        _values(flat), stride, width // dim, dim, positions.numpy(), bits, halves,
+        _values(flat), stride, width // dim, dim, positions.numpy(), array(table), halves,
     )  # fmt: skip
     in_parts(_rotate, given, n, x.numel() // _PART)

@@ -13,7 +13,7 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
 
-from sgl_kernel_ext import host_kernels
+from sgl_kernel_ext import token_layers as kernels
 from sglang_batch.srt.cpu import token_layers
 
 PLATFORM = "of a test"
@@ -33,7 +33,7 @@ def registered() -> Iterator[None]:
 def threads(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    monkeypatch.setattr(host_kernels, "_PART", 100)
+    monkeypatch.setattr(kernels, "_PART", 100)
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield

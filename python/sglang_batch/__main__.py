@@ -139,12 +139,6 @@ def _parser() -> argparse.ArgumentParser:
     prediction_options.add_calibrate(commands, _calibrate)
     client_options.add(commands)
     _add_backup(commands)
-    _add_exec(commands)
-    _add_demo_model(commands)
-    return parser
-
-
-def _add_exec(commands: Any) -> None:
     module = commands.add_parser(
         "exec",
         help="run one of SGLang's own tools with --offline-batch",
@@ -154,6 +148,8 @@ def _add_exec(commands: Any) -> None:
     module.add_argument("module", help="such as sglang.benchmark.offline_throughput")
     module.add_argument("arguments", nargs=argparse.REMAINDER, help="of the module")
     module.set_defaults(run=_exec)
+    _add_demo_model(commands)
+    return parser
 
 
 def _add_backup(commands: Any) -> None:

@@ -169,23 +169,6 @@ def _is_server(value: object) -> bool:
     return isinstance(value, str) and bool(_ORIGIN.fullmatch(value.rstrip("/")))
 
 
-def _rules_text(value: object) -> str | None:
-    """The JSON of rules that are given as JSON or as an object, None for no rules.
-
-    Raises:
-        ConfigError: they cannot be used.
-    """
-    try:
-        rules = (
-            StopRules.from_text(value)
-            if isinstance(value, str)
-            else StopRules.parse(value)
-        )
-    except ValueError as error:
-        raise ConfigError(f"stop_rules: {error}.") from None
-    return rules.to_text() if rules else None
-
-
 _DEVICE = re.compile(r"[a-z]+(:[0-9]+)?")
 
 
@@ -633,7 +616,13 @@ class OfflineBatchConfig:
 
     def __post_init__(self) -> None:
         if self.stop_rules is not None:
-            object.__setattr__(self, "stop_rules", _rules_text(self.stop_rules))
+            given: Any = self.stop_rules  # JSON, or an object of it
+            parse = StopRules.from_text if isinstance(given, str) else StopRules.parse
+            try:
+                rules = parse(given)
+            except ValueError as error:
+                raise ConfigError(f"stop_rules: {error}.") from None
+            object.__setattr__(self, "stop_rules", rules.to_text() if rules else None)
         for setting in dataclasses.fields(self):
             value, check = getattr(self, setting.name), setting.metadata["check"]
             if setting.default == () and isinstance(value, list):  # of JSON

@@ -172,8 +172,10 @@ class _CheckedLines:
         self.ends.append(start + len(line))
         self._numbers.append(number)
         # A bad line that is kept as such leaves its id to a good one.
-        claims = not (errors and self._skip_invalid)
-        self._digests += _digest(found.get("custom_id") if claims else None, number)
+        custom_id = None if errors and self._skip_invalid else found.get("custom_id")
+        name = f"id {custom_id}" if is_custom_id(custom_id) else f"line {number}"
+        digest = hashlib.blake2b(name.encode(), digest_size=_DIGEST_BYTES)
+        self._digests += digest.digest()
         self._bad.append(bool(errors))
         for error in errors:
             self._count(len(self.starts) - 1, error, self._listed)
@@ -218,7 +220,10 @@ def read_lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
         start = offset
         offset += len(line)
         if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
-            offset += _skip_line(file)
+            for rest in iter(partial(file.readline, _BLOCK_BYTES), b""):
+                offset += len(rest)
+                if rest.endswith(b"\n"):
+                    break
         if number == 1 and line.startswith(_BOM):
             start += len(_BOM)
             line = line[len(_BOM) :]
@@ -237,22 +242,6 @@ def count_lines(file: BinaryIO) -> int:
             begun = False
         begun = begun or bool(rest.strip())
     return count + begun
-
-
-def _skip_line(file: BinaryIO) -> int:
-    """Read to the end of a line; returns the number of bytes."""
-    skipped = 0
-    while data := file.readline(_BLOCK_BYTES):
-        skipped += len(data)
-        if data.endswith(b"\n"):
-            break
-    return skipped
-
-
-def _digest(custom_id: object, number: int) -> bytes:
-    """A digest of the custom id; unique if the line has none."""
-    name = f"id {custom_id}" if is_custom_id(custom_id) else f"line {number}"
-    return hashlib.blake2b(name.encode(), digest_size=_DIGEST_BYTES).digest()
 
 
 def _repeated(digests: bytearray) -> Iterator[tuple[int, int]]:

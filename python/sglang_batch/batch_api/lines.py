@@ -242,7 +242,17 @@ def check_line(
     if found.get("method", "POST") != "POST":
         bad("invalid_method", "The method of a batch request must be POST.", "method")
     if "url" in found:
-        _check_url(found, rules, bad)
+        url = canonical_url(found["url"]) if isinstance(found["url"], str) else ""
+        if url not in ENDPOINTS or rules.endpoint not in (None, url):
+            expected = rules.endpoint or "one of " + ", ".join(ENDPOINTS)
+            bad(
+                "invalid_url",
+                "The URL provided for this request does not match the batch endpoint. "
+                f"It is {_quoted(found['url'])}, expected {expected}.",
+                "url",
+            )
+        elif "body" in found:
+            _check_body(url, found["body"], rules, bad)
     return found
 
 
@@ -255,22 +265,6 @@ def is_custom_id(value: object) -> bool:
     )
 
 
-def _check_url(
-    found: dict[str, Any], rules: LineRules, bad: Callable[..., None]
-) -> None:
-    url = canonical_url(found["url"]) if isinstance(found["url"], str) else ""
-    if url not in ENDPOINTS or rules.endpoint not in (None, url):
-        expected = rules.endpoint or "one of " + ", ".join(ENDPOINTS)
-        bad(
-            "invalid_url",
-            "The URL provided for this request does not match the batch endpoint. "
-            f"It is {_quoted(found['url'])}, expected {expected}.",
-            "url",
-        )
-    elif "body" in found:
-        _check_body(url, found["body"], rules, bad)
-
-
 def _check_body(
     url: str, body: bytes, rules: LineRules, bad: Callable[..., None]
 ) -> None:
@@ -280,14 +274,28 @@ def _check_body(
     except ValueError:
         bad("invalid_request", "The body of a request must be a JSON object.", "body")
         return
-    _check_model(fields.model, rules, bad)
+    model = fields.model
+    if model is msgspec.UNSET or model is None:
+        if rules.require_model:
+            bad("invalid_request", "Model parameter is required.", "body.model")
+    # "base:adapter" names a LoRA adapter of a served model.
+    elif rules.models is not None and not (
+        isinstance(model, str)
+        and f"{model}:".startswith(tuple(f"{name}:" for name in rules.models))
+    ):
+        bad(
+            "model_not_found",
+            f"The provided model {_quoted(model)} is not supported by the Batch API. "
+            f"This server serves {', '.join(rules.models)}.",
+            "body.model",
+        )
     missing = [
         key for key in endpoint.required if getattr(fields, key) is msgspec.UNSET
     ]
     for key in missing:
         message = f"{key.capitalize()} parameter is required."
         bad("invalid_request", message, f"body.{key}")
-    if _is_true(fields.stream):
+    if fields.stream in (True, 1) or str(fields.stream).lower() in _TRUE_WORDS:
         bad(
             "streaming_unsupported",
             f"{endpoint.title}: Streaming is not supported in the Batch API.",
@@ -296,32 +304,6 @@ def _check_body(
     if rules.check_body is not None and not missing:
         for message, param in rules.check_body(url, body):
             bad("invalid_request", message, param)
-
-
-def _check_model(model: object, rules: LineRules, bad: Callable[..., None]) -> None:
-    if model is msgspec.UNSET or model is None:
-        if rules.require_model:
-            bad("invalid_request", "Model parameter is required.", "body.model")
-    elif rules.models is not None and not _model_served(model, rules.models):
-        bad(
-            "model_not_found",
-            f"The provided model {_quoted(model)} is not supported by the Batch API. "
-            f"This server serves {', '.join(rules.models)}.",
-            "body.model",
-        )
-
-
-def _model_served(model: object, served: tuple[str, ...]) -> bool:
-    # "base:adapter" names a LoRA adapter of a served model.
-    return isinstance(model, str) and (
-        model in served or any(model.startswith(f"{name}:") for name in served)
-    )
-
-
-def _is_true(value: object) -> bool:
-    return value in (True, 1) or (
-        isinstance(value, str) and value.lower() in _TRUE_WORDS
-    )
 
 
 def _quoted(value: object) -> str:
@@ -385,7 +367,13 @@ class ErrorReasons:
 
     def add(self, body: bytes) -> None:
         """Count a line with this answer."""
-        code, message = _code_and_message(body)
+        try:
+            error: Any = msgspec.json.decode(body)["error"]
+            given = error.get("code") or error.get("type"), error.get("message")
+        except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+            given = None, None
+        code = str(given[0] or "unknown")[:MAX_CODE_CHARS]
+        message = str(given[1] or "")[:MAX_MESSAGE_CHARS]
         key = (code, without_details(message))
         if key not in self._lines:
             if len(self._lines) >= MAX_REASONS:
@@ -411,20 +399,6 @@ class ErrorReasons:
         """The reasons as a JSON list of objects, or None without any."""
         reasons = [reason._asdict() for reason in self.reasons()]
         return json.dumps(reasons) if reasons else None
-
-
-def _code_and_message(body: bytes) -> tuple[str, str]:
-    """The code of an error answer, or else its type, and its message."""
-    try:
-        error: Any = msgspec.json.decode(body)["error"]
-        code = error.get("code") or error.get("type")
-        message = error.get("message")
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
-        code, message = None, None
-    return (
-        str(code or "unknown")[:MAX_CODE_CHARS],
-        str(message or "")[:MAX_MESSAGE_CHARS],
-    )
 
 
 def line_error(entry: dict[str, Any]) -> str:

@@ -93,11 +93,6 @@ def requests_of(body: Any) -> list[MessageBatchRequest]:
         raise ApiError(
             400, f"requests: {len(requests)} requests; a batch has 1 to {MAX_REQUESTS}."
         )
-    _check_requests(requests)
-    return requests
-
-
-def _check_requests(requests: list[MessageBatchRequest]) -> None:
     seen: dict[str, int] = {}
     for index, request in enumerate(requests):
         where, custom_id = f"requests.{index}", request.custom_id
@@ -115,6 +110,7 @@ def _check_requests(requests: list[MessageBatchRequest]) -> None:
             )
         if not bytes(request.params).startswith(b"{"):
             raise ApiError(400, f"{where}.params: must be a JSON object.")
+    return requests
 
 
 def input_lines(requests: Iterable[MessageBatchRequest]) -> Iterator[bytes]:

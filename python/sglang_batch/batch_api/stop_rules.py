@@ -260,7 +260,11 @@ class RegexRule:
         except RegexTooComplex:
             if not self._is_shared:
                 raise
-            end = self._again()
+            # Read the answer anew with own states: others may have used up the shared ones.
+            _compiled.cache_clear()  # rare, so others may be compiled again
+            self._matcher, self._is_shared = _compile(self.pattern), False
+            self._end(b"".join(self._text[:-1]))
+            end = self._end(data)
         return None if end is None else len(data[:end].decode("utf-8", "ignore"))
 
     def _end(self, data: bytes) -> int | None:
@@ -278,14 +282,6 @@ class RegexRule:
             elif end is not None:
                 return end
         return end
-
-    def _again(self) -> int | None:
-        """Read the answer anew with own states: others may have used up the shared ones."""
-        _compiled.cache_clear()  # rare, so others may be compiled again
-        self._matcher, self._is_shared = _compile(self.pattern), False
-        *before, last = self._text
-        self._end(b"".join(before))
-        return self._end(last)
 
 
 def _compile(pattern: str) -> Any:
@@ -428,16 +424,12 @@ class AnswerWatch:
         if self._text is not None:
             text = self._text.feed(token)
             if self._reasoning_end:
-                self._read_reasoning(token)
+                self._last = (*self._last, token)[-len(self._reasoning_end) :]
+                if self._last == self._reasoning_end:
+                    self._reasoning_end = ()
             elif text and (cut := self._cut_text(text)) is not None:
                 return cut
         return Cut("repetition") if loops else None
-
-    def _read_reasoning(self, token: int) -> None:
-        length = len(self._reasoning_end)
-        self._last = (*self._last, token)[-length:]
-        if self._last == self._reasoning_end:
-            self._reasoning_end = ()
 
     def _cut_text(self, text: str) -> Cut | None:
         ends = [

@@ -139,21 +139,16 @@ class FleetRenderer:
                     self._more.clear()
                     await self._more.wait()
                 await asyncio.sleep(0)  # more lines may come at the same time
-                batch = self._take()
+                share = -(-len(self._waiting) // max(1, self._num_calls))
+                batch: list[_Waiting] = []
+                while self._waiting and len(batch) < min(MAX_BATCH, share):
+                    waiting = self._waiting.popleft()
+                    if not waiting[2].done():  # its job may have been stopped
+                        batch.append(waiting)
                 if batch and not await self._render(port, batch):
                     return
         finally:
             self._num_calls -= 1
-
-    def _take(self) -> list[_Waiting]:
-        """The next lines: a fair share of those that wait."""
-        share = -(-len(self._waiting) // max(1, self._num_calls))
-        batch: list[_Waiting] = []
-        while self._waiting and len(batch) < min(MAX_BATCH, share):
-            waiting = self._waiting.popleft()
-            if not waiting[2].done():  # its job may have been stopped
-                batch.append(waiting)
-        return batch
 
     async def _render(self, port: WorkerPort, batch: list[_Waiting]) -> bool:
         """Have a worker render lines. Returns whether it can be asked again."""

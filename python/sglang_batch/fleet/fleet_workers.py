@@ -38,7 +38,6 @@ from .fleet_worker import (
 from .head_state import CrashCounts
 from .messages import (
     AbortLine,
-    About,
     Broken,
     EngineQuery,
     Event,
@@ -338,8 +337,14 @@ class FleetWorkers(ABC):
             raise WorkerUnusable(str(error)) from None
         worker.machine = machine
         for other in self._all:
-            if other.about is not None:
-                _check_model(other.name, other.about, worker.name, about)
+            theirs = (
+                about.model_names if other.about is None else other.about.model_names
+            )
+            if theirs != about.model_names:
+                raise ConfigError(
+                    f"{other.name} serves {theirs[0]} and {worker.name} serves "
+                    f"{about.model_names[0]}; all engines of a fleet need the same model."
+                )
         worker.attached(link, about, self._clock())
         while len(worker.slots) < about.num_replicas:
             worker.slots.append(len(self.slots))
@@ -409,15 +414,6 @@ class FleetWorkers(ABC):
                     line.answer.set_exception(self.failure)
             worker.lines.clear()
         self._notify()
-
-
-def _check_model(name: str, about: About, new_name: str, new: About) -> None:
-    """Raise ConfigError unless a job can run on both workers."""
-    if new.model_names != about.model_names:
-        raise ConfigError(
-            f"{name} serves {about.model_names[0]} and {new_name} serves "
-            f"{new.model_names[0]}; all engines of a fleet need the same model."
-        )
 
 
 def _kv_capacity(worker: FleetWorker) -> int:

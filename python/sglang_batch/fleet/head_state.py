@@ -72,7 +72,9 @@ class CrashCounts:
     def add(self, rids: Iterable[str]) -> None:
         """An engine died that had these lines. It may be one that has just joined, too."""
         self._deaths.update(map(line_request_id, rids))
-        self._keep()
+        if self._path is not None:
+            with atomic_write(self._path) as file:
+                file.write(json.dumps(self._deaths).encode())
 
     def is_suspect(self, rid: str) -> bool:
         """Whether a line must run alone."""
@@ -85,8 +87,3 @@ class CrashCounts:
     def explain(self, rids: list[str]) -> bool:
         """Whether these are one line, which is a suspect: it is the reason, not the engine."""
         return len(rids) == 1 and self.is_suspect(rids[0])
-
-    def _keep(self) -> None:
-        if self._path is not None:
-            with atomic_write(self._path) as file:
-                file.write(json.dumps(self._deaths).encode())

@@ -20,7 +20,7 @@ from ..errors import InputError
 from ..planner.costs.cost_model import ALWAYS_MIXED, HEAD_MEMORY, TOKENS
 from ..planner.kv_lengths.batch_state import GROUPS, TREE
 from ..planner.machine_model import Machine
-from ..scheduling.job_plan import JobPlan, StepCost
+from ..scheduling.job_plan import JobPlan
 
 # Most bytes of a plan and of a machine. A plan has about 40 for each request, which is little
 # beside the request itself: it is not compressed.
@@ -56,7 +56,28 @@ def machine_of(data: bytes) -> Machine:
     large, or no machine that can be.
     """
     machine = _read(data, Machine, MAX_MACHINE_BYTES)
-    _check_machine(machine)
+    table = machine.cost.table
+    if table is not None and not (
+        table.ndim == 2
+        and table.shape[0] == HEAD_MEMORY + 1
+        and table.shape[1] > 1
+        and np.isfinite(table).all()
+        and (np.diff(table[TOKENS]) > 0).all()
+    ):
+        raise InputError("A machine's table of steps is none.")
+    parts = (machine.limits, machine.cost)
+    values = [getattr(each, field.name) for each in parts for field in fields(each)]
+    for value in (*values, *machine.limits.second_pool, *machine.cost.extras):
+        if isinstance(value, int) and not -_MOST_INT < value < _MOST_INT:
+            raise InputError(f"A machine has the number {value}.")
+        if isinstance(value, float) and math.isnan(value):
+            raise InputError("A machine has a number that is none (NaN).")
+    cost = machine.cost
+    more = (cost.state_reads, cost.window, cost.window_reads, *cost.extras)
+    if not all(map(math.isfinite, more)):
+        raise InputError("A machine has a cost without end.")
+    if min(more[:3]) < 0 or min(machine.limits.second_pool) < 0:
+        raise InputError("A machine has a number below 0 where there can be none.")
     return machine
 
 
@@ -129,7 +150,18 @@ def _check_plan(plan: JobPlan) -> None:
         raise InputError(f"A plan has length_rule={plan.length_rule}.")
     if plan.max_wait_steps is not None and plan.max_wait_steps < 1:
         raise InputError(f"A plan has max_wait_steps={plan.max_wait_steps}.")
-    _check_cost(plan.cost)
+    for field in fields(plan.cost):
+        value = getattr(plan.cost, field.name)
+        if isinstance(value, float) and not value >= 0:
+            raise InputError(f"A plan's cost has {field.name}={value}.")
+    if (mixing := plan.cost.mixing) is not None:
+        if len(mixing.matrices_s) != len(ALWAYS_MIXED.matrices_s):
+            raise InputError(
+                f"A plan has times of {len(mixing.matrices_s)} matrices, and not "
+                f"{len(ALWAYS_MIXED.matrices_s)}."
+            )
+        if any(map(math.isnan, (*mixing[:-1], *mixing.matrices_s))):
+            raise InputError("A plan's cost has a time that is none (NaN).")
     for name in ("number", "position"):
         array = getattr(plan, name)
         if (np.diff(np.sort(array)) == 0).any():
@@ -176,45 +208,3 @@ def _check_arrays(plan: JobPlan, n: int, m: int) -> None:
                 f"A plan's {name} has numbers from {array.min()} to {array.max()}, "
                 f"outside of {least} to {end}."
             )
-
-
-def _check_cost(cost: StepCost) -> None:
-    """Raise InputError for times by which a scheduler cannot compute."""
-    for field in fields(cost):
-        value = getattr(cost, field.name)
-        if isinstance(value, float) and not value >= 0:
-            raise InputError(f"A plan's cost has {field.name}={value}.")
-    if cost.mixing is not None:
-        if len(cost.mixing.matrices_s) != len(ALWAYS_MIXED.matrices_s):
-            raise InputError(
-                f"A plan has times of {len(cost.mixing.matrices_s)} matrices, and not "
-                f"{len(ALWAYS_MIXED.matrices_s)}."
-            )
-        if any(map(math.isnan, (*cost.mixing[:-1], *cost.mixing.matrices_s))):
-            raise InputError("A plan's cost has a time that is none (NaN).")
-
-
-def _check_machine(machine: Machine) -> None:
-    """Raise InputError for a machine with which planning cannot compute."""
-    table = machine.cost.table
-    if table is not None and not (
-        table.ndim == 2
-        and table.shape[0] == HEAD_MEMORY + 1
-        and table.shape[1] > 1
-        and np.isfinite(table).all()
-        and (np.diff(table[TOKENS]) > 0).all()
-    ):
-        raise InputError("A machine's table of steps is none.")
-    parts = (machine.limits, machine.cost)
-    values = [getattr(each, field.name) for each in parts for field in fields(each)]
-    for value in (*values, *machine.limits.second_pool, *machine.cost.extras):
-        if isinstance(value, int) and not -_MOST_INT < value < _MOST_INT:
-            raise InputError(f"A machine has the number {value}.")
-        if isinstance(value, float) and math.isnan(value):
-            raise InputError("A machine has a number that is none (NaN).")
-    cost = machine.cost
-    more = (cost.state_reads, cost.window, cost.window_reads, *cost.extras)
-    if not all(map(math.isfinite, more)):
-        raise InputError("A machine has a cost without end.")
-    if min(more[:3]) < 0 or min(machine.limits.second_pool) < 0:
-        raise InputError("A machine has a number below 0 where there can be none.")

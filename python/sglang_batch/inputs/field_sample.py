@@ -66,7 +66,14 @@ class FieldSample:
         if self._seen % self._step == 0:
             num_rows = len(self._values) // self._width
             if num_rows >= self._max_rows or self._chars > self._max_chars:
-                self._thin()
+                values, numbered = self._values, [list(texts) for texts in self._texts]
+                self._clear()
+                for start in range(0, len(values), 2 * self._width):
+                    row = zip(
+                        numbered, values[start : start + self._width], strict=True
+                    )
+                    self._keep([texts[number] for texts, number in row])
+                self._step *= 2
             if self._seen % self._step == 0:
                 self._keep([head, *fields] if self._head else fields)
         self._seen += 1
@@ -81,7 +88,11 @@ class FieldSample:
         texts = [
             [text.encode() for text in found]
             if field < first
-            else [_bytes_of(text) for text in found]
+            # A text is written as JSON without quotes.
+            else [
+                json.loads(f'"{text}"').encode("utf-8", "surrogatepass")
+                for text in found
+            ]
             for field, found in enumerate(self._texts)
         ]
         sampled = self._step > 1
@@ -116,14 +127,6 @@ class FieldSample:
             if value == len(texts) - 1:  # new, or seen last
                 self._chars += len(text)
 
-    def _thin(self) -> None:
-        values, numbered = self._values, [list(texts) for texts in self._texts]
-        self._clear()
-        for start in range(0, len(values), 2 * self._width):
-            row = values[start : start + self._width]
-            self._keep([texts[i] for texts, i in zip(numbered, row, strict=True)])
-        self._step *= 2
-
 
 def compile_field_orders() -> None:
     """Have numba compile what finds orders, which it keeps on disk."""
@@ -131,8 +134,3 @@ def compile_field_orders() -> None:
     for i in range(300):  # more than are split in the simple ways
         sample.add("", [f"{i}", f"{i % 7}", f"{i % 5}"])
     sample.orders()
-
-
-def _bytes_of(text: str) -> bytes:
-    """The bytes of a text that is written as JSON without quotes."""
-    return json.loads(f'"{text}"').encode("utf-8", "surrogatepass")  # type: ignore[no-any-return]

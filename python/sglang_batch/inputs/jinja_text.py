@@ -87,7 +87,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         )
         # Equal rows make equal requests. Jinja2's tojson writes < and & for a web page.
         del self.globals["lipsum"], self.filters["random"]
-        self.filters["tojson"] = _to_json
+        self.filters["tojson"] = lambda value, indent=None: json.dumps(
+            value, ensure_ascii=False, indent=indent
+        )
 
     def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
         found = super().call(context, called, *args, **kwargs)
@@ -108,7 +110,3 @@ def _cell(value: Any) -> str:
     return (
         str(value) if isinstance(value, Undefined) else text_of(value)
     )  # str() raises
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -73,7 +73,9 @@ class Template:
         try:
             body = json.loads(text)
         except (ValueError, RecursionError) as error:
-            if not _is_prompt(text):
+            begin = text.lstrip()
+            # A body with a mistake, and no prompt.
+            if begin.startswith("{") and not begin.startswith(("{{", "{%", "{#")):
                 found = _MARKER.search(text) or _JINJA.search(text)
                 outside = f"; {found[0]} must be inside of a string" if found else ""
                 raise ConfigError(f"{where} is not JSON: {error}{outside}") from None
@@ -121,12 +123,6 @@ def _text_of_file(name: str) -> str:
         ) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"the template {name} is not UTF-8: {error}") from None
-
-
-def _is_prompt(text: str) -> bool:
-    """Whether text that is no JSON is a prompt, not a body with a mistake."""
-    begin = text.lstrip()
-    return not begin.startswith("{") or begin.startswith(("{{", "{%", "{#"))
 
 
 def _prompt_body(prompt: str, endpoint: str, where: str) -> dict[str, Any]:

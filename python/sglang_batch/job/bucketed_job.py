@@ -23,7 +23,6 @@ import numpy as np
 
 from ..config import POLICY_TABLE, OfflineBatchConfig
 from ..planner.prefixes.bucket_splitters import (
-    Splitters,
     buckets_of,
     choose_splitters,
     sample_numbers,
@@ -214,7 +213,17 @@ def deal_requests(requests: Requests, bucket_requests: int, seed: int) -> list[I
         bucket_requests: most in a bucket, about, but where prompts are equal.
     """
     num_buckets = -(-len(requests) // bucket_requests)
-    splitters = _splitters(requests, num_buckets, seed)
+    # From as much of a sample as fits into memory.
+    numbers = sample_numbers(len(requests), num_buckets, seed)
+    prompts: dict[int, bytes] = {}
+    size = 0
+    for number in np.random.default_rng(seed).permutation(numbers).tolist():
+        prompts[number] = text = prompt_text(requests[number])
+        size += len(text)
+        if size > MAX_BYTES:
+            break
+    sample = _arrays([prompts[number] for number in sorted(prompts)])
+    splitters = choose_splitters(*sample, num_buckets)
     bucket = np.empty(len(requests), np.int32)
     first = 0
     for texts in _blocks(requests):
@@ -224,20 +233,6 @@ def deal_requests(requests: Requests, bucket_requests: int, seed: int) -> list[I
     ends = np.cumsum(np.bincount(bucket, minlength=splitters.num_buckets))
     dealt = np.split(order.astype(np.int64), ends[:-1])
     return [numbers for numbers in dealt if len(numbers)]
-
-
-def _splitters(requests: Requests, num_buckets: int, seed: int) -> Splitters:
-    """From as much of a sample as fits into memory."""
-    numbers = sample_numbers(len(requests), num_buckets, seed)
-    texts: dict[int, bytes] = {}
-    size = 0
-    for number in np.random.default_rng(seed).permutation(numbers).tolist():
-        texts[number] = text = prompt_text(requests[number])
-        size += len(text)
-        if size > MAX_BYTES:
-            break
-    sample = _arrays([texts[number] for number in sorted(texts)])
-    return choose_splitters(*sample, num_buckets)
 
 
 def _blocks(requests: Requests) -> Iterator[list[bytes]]:

@@ -132,30 +132,25 @@ class Job:
         try:
             # A single request needs no order.
             if POLICY_TABLE[self._config.policy].uses_prompts and len(self._todo) > 1:
-                await self._run_planned()
-            else:
-                await self._run_in_input_order()
+                with self._renderer.spool(self._options.directory):
+                    async with task_group() as group:
+                        read = self._renderer.read(self._todo, self._rendered)
+                        group.create_task(read)
+                        await self.plan.start()
+                        await self._apply_priority()
+                        group.create_task(self.plan.grow())
+                        await self._dispatcher.run()
+                return
+            self._dispatcher.engine_tells = self._engine.watch_job(
+                self._job_id, self._dispatcher.joined
+            )
+            self._dispatcher.set_order(np.asarray(self._todo, dtype=np.int64))
+            await self._engine.open_job(self._job_id, [unplanned(self._engine.machine)])
+            await self._apply_priority()
+            await self._dispatcher.run()
         finally:
             self.plan.stop()
             await self._engine.close_job(self._job_id)
-
-    async def _run_in_input_order(self) -> None:
-        self._dispatcher.engine_tells = self._engine.watch_job(
-            self._job_id, self._dispatcher.joined
-        )
-        self._dispatcher.set_order(np.asarray(self._todo, dtype=np.int64))
-        await self._engine.open_job(self._job_id, [unplanned(self._engine.machine)])
-        await self._apply_priority()
-        await self._dispatcher.run()
-
-    async def _run_planned(self) -> None:
-        with self._renderer.spool(self._options.directory):
-            async with task_group() as group:
-                group.create_task(self._renderer.read(self._todo, self._rendered))
-                await self.plan.start()
-                await self._apply_priority()
-                group.create_task(self.plan.grow())
-                await self._dispatcher.run()
 
     async def _apply_priority(self) -> None:
         if self._priority:

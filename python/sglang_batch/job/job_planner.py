@@ -198,25 +198,20 @@ class JobPlanner:
                 self._chosen = self._present = self._choose(estimates)
             policy = self._chosen
         self.policy = policy
+        is_there = self._shards.speeds.there
+        there = np.flatnonzero(is_there | ~is_there.any())
+        # Requests that fit nowhere are answered by the replicas that are there.
+        dealt = [self._too_large[:0]] * len(is_there)
+        for i, replica in enumerate(there):
+            dealt[replica] = self._too_large[i :: len(there)]
         plans = [
             self._plan(shard, policy, estimates, too_large)
-            for shard, too_large in zip(
-                self._shards.each, self._deal_too_large(), strict=True
-            )
+            for shard, too_large in zip(self._shards.each, dealt, strict=True)
         ]
         for plan in plans:
             for side in plan.sides:
                 self._shards.ordered(self._place[side])
         return plans
-
-    def _deal_too_large(self) -> list[Int64s]:
-        """Requests that fit nowhere, for each replica. Those that are there answer them."""
-        is_there = self._shards.speeds.there
-        there = np.flatnonzero(is_there | ~is_there.any())
-        dealt = [self._too_large[:0]] * len(is_there)
-        for i, replica in enumerate(there):
-            dealt[replica] = self._too_large[i :: len(there)]
-        return dealt
 
     def _plan(
         self,
@@ -226,15 +221,6 @@ class JobPlanner:
         too_large: Int64s,
     ) -> ShardPlan:
         own = estimates.take(shard.index)
-        order = self._scheduled_order(shard, policy, own)
-        self._rank[shard.index[order.requests]] = np.arange(len(order.requests))
-        plan = Plan(policy, order, own, shard.tree)
-        return ShardPlan(plan, self._numbers[shard.index], too_large)
-
-    def _scheduled_order(
-        self, shard: ShardJob, policy: str, own: OutputEstimates
-    ) -> Order:
-        """The order of a shard for the engine's scheduler, after its sample."""
         # Too few output lengths may be known to tell left from right.
         unknown = self._is_sampling and 2 * self.num_unknown > len(self._requests)
         if unknown and POLICY_TABLE[policy].both_ends:
@@ -251,7 +237,10 @@ class JobPlanner:
             # The sample is depth-first.
             by_leaf = np.argsort(shard.tree.position[first])
             order = order.beginning_with(first[by_leaf])
-        return by_adapter(order, shard.requests.adapter)
+        order = by_adapter(order, shard.requests.adapter)
+        self._rank[shard.index[order.requests]] = np.arange(len(order.requests))
+        plan = Plan(policy, order, own, shard.tree)
+        return ShardPlan(plan, self._numbers[shard.index], too_large)
 
     def _order(self, shard: ShardJob, policy: str, own: OutputEstimates) -> Order:
         return make_order(

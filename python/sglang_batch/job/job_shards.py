@@ -160,7 +160,16 @@ class JobShards:
             return
         self._shard = moved
         if progress.whole:
-            self._leave_out(progress.left == 0.0)
+            # Requests that ended are left out of the next plans, which makes these small. The
+            # schedulers have forgotten that they ended, so none comes back.
+            for members in self._by_shard(self._tree.order):
+                # A prefix is one of two requests or more, so a neighbour of each one to
+                # come stays, on both sides.
+                needed = np.zeros(len(members) + 2, np.bool_)
+                stays = progress.left[members] != 0.0
+                for shift in range(3):
+                    needed[shift : shift + len(members)] |= stays
+                self._left_out[members[~needed[1:-1]]] = True
         self.each = self._cut()
 
     def _cut(self) -> list[ShardJob]:
@@ -204,20 +213,6 @@ class JobShards:
         rows = min(rows, limits.max_running or rows)
         token_s = float(self._machine.cost.weight_read_time_s) / rows
         return work._replace(memory_s=work.memory_s + token_s * lengths)
-
-    def _leave_out(self, ended: Bools) -> None:
-        """Leave requests that ended out of the next plans, which makes these small.
-
-        Their neighbours in the tree keep their prefixes. The schedulers have forgotten that
-        a request ended which was left out, so it does not come back.
-        """
-        for members in self._by_shard(self._tree.order):
-            # A prefix is one of two requests or more, so a neighbour of each one to come
-            # stays, on both sides.
-            needed = np.zeros(len(members) + 2, np.bool_)
-            for shift in range(3):
-                needed[shift : shift + len(members)] |= ~ended[members]
-            self._left_out[members[~needed[1:-1]]] = True
 
 
 @jit

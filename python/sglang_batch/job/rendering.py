@@ -182,14 +182,6 @@ class JobRenderer:
         return request, await self.engine.prepare(request, rid, tokenize=tokenize)
 
 
-def _output_limits(prepared: PreparedRequest) -> tuple[int, int]:
-    """A request's ``max_new_tokens``, and its output length or ``UNKNOWN``."""
-    limit = NO_LIMIT
-    if prepared.max_new_tokens is not None:
-        limit = min(prepared.max_new_tokens, NO_LIMIT)
-    return limit, limit if prepared.ignore_eos and limit < NO_LIMIT else UNKNOWN
-
-
 class _Spool:
     """Rendered requests on disk, in the order in which they were rendered."""
 
@@ -222,7 +214,10 @@ class _Spool:
             self._adapters.setdefault(prepared.adapter, len(self._adapters))
         )
         self._records.append(stored or b"")
-        self._limits.extend(_output_limits(prepared))
+        most = prepared.max_new_tokens
+        limit = NO_LIMIT if most is None else min(most, NO_LIMIT)
+        is_known = prepared.ignore_eos and limit < NO_LIMIT
+        self._limits.extend((limit, limit if is_known else UNKNOWN))
 
     def restore(
         self, engine: Engine, request: BatchRequestInput, rid: str

@@ -221,20 +221,14 @@ class BatchBackend(RuntimeEndpoint):  # type: ignore[misc]
         self._add_images(s, data)
         answer = self.client.submit(data)
         if data.get("return_text_in_logprobs"):
-            _mark_unscored_tokens(answer)
+            # ``select`` must not subtract a log probability that SGLang does not return: the
+            # first token of each choice has none. If the prompt ends in the same text (as in
+            # "99"), SGLang mistakes that token for the prompt's last one and fails.
+            for choice in answer:
+                first = choice["meta_info"]["input_token_logprobs"][0]
+                if first[0] is None:
+                    first[-1] += "\0"
         return answer
-
-
-def _mark_unscored_tokens(choices: list[dict[str, Any]]) -> None:
-    """Keep ``select`` from subtracting a log probability that SGLang does not return.
-
-    The first token of each choice has none. If the prompt ends in the same text (as
-    in "99"), SGLang mistakes that token for the prompt's last one and fails.
-    """
-    for choice in choices:
-        first = choice["meta_info"]["input_token_logprobs"][0]
-        if first[0] is None:
-            first[-1] += "\0"
 
 
 def _install() -> None:

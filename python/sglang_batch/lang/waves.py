@@ -542,7 +542,18 @@ class EngineTransport(WaveTransport):
         if _running_loop() is None and not loop.is_running():
             loop.run_until_complete(self._engine.connect())
         if threading.current_thread() is threading.main_thread():
-            _handle_signals(engine.tokenizer_manager, loop)
+            # SGLang's signal handlers must run also while its loop is not in the main thread,
+            # which alone handles signals: without the one that reports a dead scheduler,
+            # requests would wait forever.
+            manager = engine.tokenizer_manager
+            handler = manager.signal_handler_class(manager)
+            for signum, handle in (
+                (signal.SIGTERM, handler.sigterm_handler),
+                (signal.SIGQUIT, handler.running_phase_sigquit_handler),
+            ):
+                # Any other handler was installed by the owner, and is kept.
+                if getattr(signal.getsignal(signum), "__self__", None) is loop:
+                    signal.signal(signum, handle)
 
     def check_caller(self) -> None:
         if _running_loop() is self.loop:
@@ -572,21 +583,6 @@ class EngineTransport(WaveTransport):
             ),
             JobOptions(priority=self._priority),
         ).run()
-
-
-def _handle_signals(tokenizer_manager: Any, loop: asyncio.AbstractEventLoop) -> None:
-    """Let SGLang's signal handlers run while its loop is not in the main thread, which alone
-    handles signals. One of them reports that a scheduler died: without it, requests would
-    wait forever.
-    """
-    handler = tokenizer_manager.signal_handler_class(tokenizer_manager)
-    for signum, handle in (
-        (signal.SIGTERM, handler.sigterm_handler),
-        (signal.SIGQUIT, handler.running_phase_sigquit_handler),
-    ):
-        # Any other handler was installed by the owner, and is kept.
-        if getattr(signal.getsignal(signum), "__self__", None) is loop:
-            signal.signal(signum, handle)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

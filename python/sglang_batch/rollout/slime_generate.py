@@ -98,7 +98,13 @@ class SlimeGenerate:
             sample.status = sample.Status.TRUNCATED
             return sample
         if not sample.tokens:
-            sample.tokens = self._encode(args, sample.prompt)
+            if self._tokenizer is None:
+                processing = importlib.import_module("slime.utils.processing_utils")
+                self._tokenizer = processing.load_tokenizer(
+                    args.hf_checkpoint, trust_remote_code=True
+                )
+            ids = self._tokenizer.encode(sample.prompt, add_special_tokens=False)
+            sample.tokens = list(ids)
         prompt_ids = sample.tokens[: len(sample.tokens) - sample.response_length]
         future = asyncio.get_running_loop().create_future()
         self._asked.append(_Asked(sample, prompt_ids, sampling_params, future))
@@ -106,14 +112,6 @@ class SlimeGenerate:
             self._sending = asyncio.ensure_future(self._send_when_quiet(args))
         _append(args, sample, await future)
         return sample
-
-    def _encode(self, args: Any, prompt: Any) -> list[int]:
-        if self._tokenizer is None:
-            processing = importlib.import_module("slime.utils.processing_utils")
-            self._tokenizer = processing.load_tokenizer(
-                args.hf_checkpoint, trust_remote_code=True
-            )
-        return list(self._tokenizer.encode(prompt, add_special_tokens=False))
 
     async def _send_when_quiet(self, args: Any) -> None:
         num_asked = -1

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -24,7 +24,6 @@ from ..request import named_job_id
 from ..store.files import NAME as EPOCH
 from ..store.files import FileLock, atomic_write, next_epoch
 from ..store.result_log import ResultLog, finished_lines
-from .answer_table import AnswerTable
 from .backend_options import served_name
 from .outputs import OutputFile, Outputs
 from .shared_state import PLACE, RECORD, RESULTS, SharedState, StateUrl
@@ -251,7 +250,10 @@ class JobDirectory:
             if self.outputs.errors is not None:
                 errors = stack.enter_context(self.outputs.errors.writing())
             if self.outputs.table is not None:
-                self._write_table(self.outputs.table, output, unrun_line)
+                lines = self.path / ANSWER_LINES  # they stay, beside the table
+                with atomic_write(lines) as file:
+                    self._log.write_ordered(file, file, unrun_line)
+                self.outputs.table.write(lines, self.record.num_requests, output)
             else:
                 self._log.write_ordered(output, errors, unrun_line)
         self.record.complete = True
@@ -259,19 +261,6 @@ class JobDirectory:
         self._write_record()
         self._log.close()
         self._log_path.unlink()
-
-    def _write_table(
-        self,
-        table: AnswerTable,
-        output: BinaryIO,
-        unrun_line: Callable[[int], bytes] | None,
-    ) -> None:
-        """Write the table, and keep the lines of results beside it."""
-        assert self._log is not None
-        lines = self.path / ANSWER_LINES
-        with atomic_write(lines) as file:
-            self._log.write_ordered(file, file, unrun_line)
-        table.write(lines, self.record.num_requests, output)
 
     def upload(self) -> None:
         """Upload the outputs that are URLs, unless an earlier run did.

@@ -10,19 +10,14 @@ from __future__ import annotations
 import signal
 import sys
 import traceback
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from ..errors import EngineError, ExitStatus, SGLangBatchError, StoreWriteError
-from .backend_options import EngineSettings
 from .engine_log import EngineLog
 from .prepare import PreparedRun, RunOptions, prepare
 from .progress import Display, elapsed
 from .summary import Summary
-
-if TYPE_CHECKING:
-    from ..job.answer_cache import CachedAnswers
 
 
 def run(options: RunOptions) -> int:
@@ -62,7 +57,12 @@ def _answered(prepared: PreparedRun) -> Summary | None:
                 settings = prepared.options.engine.settings()
             if settings.note:
                 display.say(settings.note)
-            cached = _cached(prepared, settings)
+            cached = None
+            if prepared.config.answer_cache is not None:
+                from ..job.answer_cache import ModelAnswers
+
+                options, model = vars(settings.server_args), prepared.known.model_path
+                cached = ModelAnswers(prepared.config, model, options).of()
             return RunningJob(prepared, settings, engine_log, display, cached).run()
         except (SGLangBatchError, KeyboardInterrupt):
             raise
@@ -75,13 +75,3 @@ def _answered(prepared: PreparedRun) -> Summary | None:
             raise EngineError(
                 f"{reason}; the traceback is in {engine_log.path}."
             ) from error
-
-
-def _cached(prepared: PreparedRun, settings: EngineSettings) -> CachedAnswers | None:
-    """The answers of earlier jobs, if they are kept. ConfigError: they cannot be."""
-    if prepared.config.answer_cache is None:
-        return None
-    from ..job.answer_cache import ModelAnswers
-
-    options = vars(settings.server_args)
-    return ModelAnswers(prepared.config, prepared.known.model_path, options).of()

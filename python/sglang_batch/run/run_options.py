@@ -39,10 +39,6 @@ def add_run(commands: Any, run: Callable[..., int]) -> None:
     add_arguments(parser, options_text("run"), enough={"type": enough})
     _add_backend(parser)
     add_fleet(parser)
-    _add_advanced(parser)
-
-
-def _add_advanced(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "advanced", "`sglang-batch serve --help` has all settings."
     )

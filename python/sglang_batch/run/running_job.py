@@ -17,13 +17,12 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from ..batch_api.equal_requests import EqualRequests, find_equal
-from ..batch_api.jsonl import BatchFile
 from ..batch_api.lines import invalid_line, result_line, unrun_line
 from ..batch_api.stop_rules import with_stop_rules
 from ..errors import SGLangBatchError, StoreError, StoreWriteError
 from ..fleet.fleet_engine import FleetEngine
 from ..fleet.fleet_worker import WorkerState
-from ..inputs.local_input import LocalInput, write_digests
+from ..inputs.local_input import write_digests
 from ..job.answer_cache import CachedAnswers, answer_known
 from ..job.bucketed_job import BucketedJob
 from ..job.early_stop import GIVEN_UP, given_up_message, num_enough
@@ -102,7 +101,10 @@ class RunningJob:
         self.display.say(
             f"{len(requests):,} requests{resumed}. Engine's log: {self.engine_log.path}"
         )
-        _answer_invalid(log, self._local, requests, self._job_id)
+        for index, error in requests.invalid.items():
+            custom_id, message = requests.custom_id(index), self._local.described(error)
+            line = invalid_line(index, custom_id, self._job_id, error.code, message)
+            log.put(index, line, ok=False, usage=Usage())
         if not self._is_over:
             summary = self._run_unfinished()
         else:
@@ -345,15 +347,6 @@ def _ray_dashboard() -> str:
     context = ray.init(here, ignore_reinit_error=True, configure_logging=False)
     url = context.dashboard_url
     return f"http://{url}" if url else ""
-
-
-def _answer_invalid(
-    log: ResultLog, local: LocalInput, requests: BatchFile, job_id: str
-) -> None:
-    for index, error in requests.invalid.items():
-        custom_id, message = requests.custom_id(index), local.described(error)
-        line = invalid_line(index, custom_id, job_id, error.code, message)
-        log.put(index, line, ok=False, usage=Usage())
 
 
 async def _watch_kv(engine: Any, progress: Progress) -> None:

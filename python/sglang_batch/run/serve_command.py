@@ -52,7 +52,12 @@ def serve(engine: EngineOptions) -> int:
         backend, reason = chosen_backend(argv)
         print(f"--backend {backend}: {reason}.", file=sys.stderr)
     if backend == "transformers":
-        return _serve_transformers(argv)
+        check_server(transformers_options(argv, server=True))
+        settings = transformers_settings(argv, server=True)
+        from ..srt.dense.engine import serve as serve_dense
+
+        serve_dense(*settings)
+        return ExitStatus.OK
     if not {"-h", "--help"} & set(argv):
         check_server(check_arguments(argv))
     module = ["-m", "sglang.launch_server", "--offline-batch", *argv]
@@ -60,15 +65,6 @@ def serve(engine: EngineOptions) -> int:
     # Python would warn that `sglang serve` is the recommended command.
     quiet = ["-W", "ignore:'python -m sglang.launch_server':UserWarning"]
     os.execv(sys.executable, [sys.executable, *quiet, *module])
-
-
-def _serve_transformers(argv: list[str]) -> int:
-    check_server(transformers_options(argv, server=True))
-    settings = transformers_settings(argv, server=True)
-    from ..srt.dense.engine import serve as serve_dense
-
-    serve_dense(*settings)
-    return ExitStatus.OK
 
 
 def _serve_front(fleet: WorkerOptions) -> int:

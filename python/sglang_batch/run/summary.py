@@ -308,8 +308,13 @@ class Summary(Counts):
         rows = [
             ("requests completed", f"{self.completed:,}"),
             ("requests failed", f"{self.failed:,}{refused}"),
-            *(("", shown) for shown in self._reasons()),
         ]
+        for group in self.errors[:MAX_REASONS_SHOWN]:
+            shown = f"{group.count:,} x {group.reason} (such as {group.example})"
+            rows.append(("", shown))
+        if rest := self.errors[MAX_REASONS_SHOWN:]:
+            num = sum(group.count for group in rest)
+            rows.append(("", f"{num:,} x {len(rest)} other reasons"))
         if self.given_up:
             given_up = f"{self.given_up:,}, as enough have an answer"
             rows.append(("requests given up", given_up))
@@ -366,17 +371,6 @@ class Summary(Counts):
         ]
         return rows
 
-    def _reasons(self) -> list[str]:
-        shown = [
-            f"{group.count:,} x {group.reason} (such as {group.example})"
-            for group in self.errors[:MAX_REASONS_SHOWN]
-        ]
-        if len(self.errors) > MAX_REASONS_SHOWN:
-            rest = self.errors[MAX_REASONS_SHOWN:]
-            num = sum(group.count for group in rest)
-            shown.append(f"{num:,} x {len(rest)} other reasons")
-        return shown
-
 
 def _rate(tokens: int, seconds: float) -> float:
     """Tokens per second, 0 of a run that took no time."""
@@ -392,7 +386,9 @@ def error_groups(lines: Iterable[bytes]) -> tuple[ErrorGroup, ...]:
     firsts: dict[str, tuple[str, str]] = {}
     for line in lines:
         entry = json.loads(line)
-        message = _message(entry)
+        message = " ".join(line_error(entry).split())
+        if len(message) > MAX_REASON_CHARS:
+            message = message[: MAX_REASON_CHARS - 3] + "..."
         key = without_details(message)
         counts[key] += 1
         firsts.setdefault(key, (message, str(entry.get("custom_id"))))
@@ -407,11 +403,3 @@ def _errors_of(log: ResultLog) -> tuple[ErrorGroup, ...]:
     with open(log.path, "rb") as file:
         end = os.fstat(file.fileno()).st_size
         return error_groups(finished_lines(file, end, ok=False))
-
-
-def _message(entry: dict[str, Any]) -> str:
-    """The message of an error line, on one line."""
-    message = " ".join(line_error(entry).split())
-    if len(message) > MAX_REASON_CHARS:
-        message = message[: MAX_REASON_CHARS - 3] + "..."
-    return message

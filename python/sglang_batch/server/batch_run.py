@@ -364,7 +364,11 @@ class Answering:
                 self.config.dedupe,
                 suspects | set(self.suspects.never()),
             )
-            self._reject_deadly()
+            # Lines that took the engine down while they were alone in it.
+            for index in self.suspects.never():
+                rid = engine_request_id(self.saver.batch_id, index)
+                died = engine_died(rid, self.suspects.num_deaths)
+                self._equal.sharing(self._store)(self._requests[index], died)
             left, self._sink = await answer_known(
                 None if kept is None else kept.of(self.row["owner"]),
                 self._requests,
@@ -385,13 +389,6 @@ class Answering:
         finally:
             await counting.stop()
             await self.saver.save_counts()
-
-    def _reject_deadly(self) -> None:
-        """Answer the lines that took the engine down while they were alone in it."""
-        for index in self.suspects.never():
-            rid = engine_request_id(self.saver.batch_id, index)
-            died = engine_died(rid, self.suspects.num_deaths)
-            self._equal.sharing(self._store)(self._requests[index], died)
 
     async def _run_job(self, todo: list[int], stop: asyncio.Event) -> None:
         if not todo or stop.is_set():

@@ -162,7 +162,13 @@ class History:
 
     def _note(self, row: Row, now: float, before: float | None) -> _Done:
         """Add a batch's counts to its track and return by how much they grew."""
-        counts = _done(row)
+        usage = computed_usage(row)
+        counts = _Done(
+            lines=row["completed"] + row["failed"],
+            computed=usage.input_tokens - usage.cached_tokens,
+            cached=usage.cached_tokens,
+            output=usage.output_tokens,
+        )
         track = self._tracks.get(row["id"])
         if track is None:
             track = self._tracks[row["id"]] = deque()
@@ -188,16 +194,6 @@ class History:
         ):
             return None
         return await self._engine.kv_use()
-
-
-def _done(row: Row) -> _Done:
-    usage = computed_usage(row)
-    return _Done(
-        lines=row["completed"] + row["failed"],
-        computed=usage.input_tokens - usage.cached_tokens,
-        cached=usage.cached_tokens,
-        output=usage.output_tokens,
-    )
 
 
 logger = logging.getLogger(__name__)

@@ -50,7 +50,14 @@ class Room:
         Raises ApiError: 413, the store would exceed ``storage_bytes``, or 507,
         the disk would have less than ``min_free_bytes`` left.
         """
-        reserved, unwritten = self._incoming_bytes()
+        reserved = unwritten = (
+            0  # bytes, and those of them that are not on the disk yet
+        )
+        for entry in os.scandir(self.store.incoming):
+            with suppress(FileNotFoundError):
+                found = entry.stat()
+                reserved += found.st_size
+                unwritten += max(0, found.st_size - found.st_blocks * _BLOCK_BYTES)
         if self.storage_bytes is not None:
             used = self.store.bytes_stored() + reserved
             if used + num_bytes > self.storage_bytes:
@@ -111,16 +118,6 @@ class Room:
             yield file
         finally:
             file.discard()
-
-    def _incoming_bytes(self) -> tuple[int, int]:
-        """Bytes that are reserved, and how many of them are not on the disk yet."""
-        reserved = unwritten = 0
-        for entry in os.scandir(self.store.incoming):
-            with suppress(FileNotFoundError):
-                found = entry.stat()
-                reserved += found.st_size
-                unwritten += max(0, found.st_size - found.st_blocks * _BLOCK_BYTES)
-        return reserved, unwritten
 
 
 class IncomingFile:

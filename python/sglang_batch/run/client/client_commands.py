@@ -107,7 +107,11 @@ def results(server: BatchClient, options: argparse.Namespace) -> Shown:
         if errors is None:
             note = download_all(server, batch, output)
         else:
-            note = _download_separately(server, batch, output, errors)
+            with _writing(output) as target, _writing(errors) as error_target:
+                for kind, each in (("output", target), ("error", error_target)):
+                    if file_id := batch.get(f"{kind}_file_id"):
+                        server.download(f"/files/{file_id}/content", each)
+            note = _summary(batch, output, f"in {errors}")
         sys.stdout.flush()
     except BrokenPipeError:
         raise
@@ -179,17 +183,6 @@ def download_all(server: BatchClient, batch: Batch, output: Path) -> str:
         f"{batch['id']} is {status_text(batch)}: {num_lines:,} results so far in "
         f"{output}, in order of completion"
     )
-
-
-def _download_separately(
-    server: BatchClient, batch: Batch, output: Path, errors: Path
-) -> str:
-    """Write answers to one file and errors to another."""
-    with _writing(output) as target, _writing(errors) as error_target:
-        for kind, each in (("output", target), ("error", error_target)):
-            if batch.get(f"{kind}_file_id"):
-                server.download(f"/files/{batch[f'{kind}_file_id']}/content", each)
-    return _summary(batch, output, f"in {errors}")
 
 
 def _check_results(batch: Batch, options: argparse.Namespace) -> None:

@@ -40,33 +40,6 @@ Defaults: $SGLANG_BATCH_URL for --url, $SGLANG_BATCH_API_KEY or $OPENAI_API_KEY 
 
 
 def add(commands: Subparsers) -> None:
-    _add_submit(commands)
-    about = "Show the status, counts, tokens and times of a batch."
-    status = _command(commands, "status", about, _FOLLOW_EPILOG)
-    _add_id(status)
-    add_arguments(status, _FOLLOW)
-    listing = _command(commands, "list", "List batches, newest first.")
-    _add_limit(listing, MAX_LIST, 20, "list at most N batches")
-    about = "Cancel a batch. Lines that are already answered are kept: see `results`."
-    _add_id(_command(commands, "cancel", about))
-    _add_results(commands)
-    tree = _command(
-        commands,
-        "tree",
-        "Show the prefixes that running batches share. Of the largest it tells which are "
-        "in the KV cache, how many requests use them, and when the plan needs them next. "
-        "A server with keys wants that of an admin.",
-        module="client_commands",
-    )
-    shown = (
-        "half of them the longest in the cache, the others those that save most tokens"
-    )
-    text = f"show at most N prefixes of each replica: {shown}"
-    _add_limit(tree, MAX_TREE_NODES, 50, text)
-    _add_keys(commands)
-
-
-def _add_submit(commands: Subparsers) -> None:
     submit = _command(
         commands,
         "submit",
@@ -86,9 +59,14 @@ def _add_submit(commands: Subparsers) -> None:
     )
     add_setting(submit, "dedupe", "Default: the server's setting")
     add_arguments(submit, _FOLLOW)
-
-
-def _add_results(commands: Subparsers) -> None:
+    about = "Show the status, counts, tokens and times of a batch."
+    status = _command(commands, "status", about, _FOLLOW_EPILOG)
+    _add_id(status)
+    add_arguments(status, _FOLLOW)
+    listing = _command(commands, "list", "List batches, newest first.")
+    _add_limit(listing, MAX_LIST, 20, "list at most N batches")
+    about = "Cancel a batch. Lines that are already answered are kept: see `results`."
+    _add_id(_command(commands, "cancel", about))
     about = "Download the results of a batch that has ended, in input order."
     results = _command(commands, "results", about)
     _add_id(results)
@@ -98,6 +76,20 @@ def _add_results(commands: Subparsers) -> None:
         output_file={"type": Path, "required": True},
         error_file={"type": Path},
     )
+    tree = _command(
+        commands,
+        "tree",
+        "Show the prefixes that running batches share. Of the largest it tells which are "
+        "in the KV cache, how many requests use them, and when the plan needs them next. "
+        "A server with keys wants that of an admin.",
+        module="client_commands",
+    )
+    shown = (
+        "half of them the longest in the cache, the others those that save most tokens"
+    )
+    text = f"show at most N prefixes of each replica: {shown}"
+    _add_limit(tree, MAX_TREE_NODES, 50, text)
+    _add_keys(commands)
 
 
 def _command(

@@ -52,7 +52,15 @@ def make_router() -> APIRouter:
     router = APIRouter()
     for each in ROUTERS:
         router.include_router(each)
-    _answer_head(router)
+    for route in _routes():
+        if "GET" in (route.methods or ()):  # HEAD works there, too
+            router.add_api_route(
+                route.path,
+                route.endpoint,
+                methods=["HEAD"],
+                include_in_schema=False,
+                route_class_override=type(route),
+            )
     return router
 
 
@@ -75,19 +83,6 @@ def _routes() -> Iterator[APIRoute]:
         for route in each.routes:
             if isinstance(route, APIRoute):
                 yield route
-
-
-def _answer_head(router: APIRouter) -> None:
-    """Let HEAD work where GET does."""
-    for route in _routes():
-        if "GET" in (route.methods or ()):
-            router.add_api_route(
-                route.path,
-                route.endpoint,
-                methods=["HEAD"],
-                include_in_schema=False,
-                route_class_override=type(route),
-            )
 
 
 # /v1/files of /v1/files/{file_id}/content
@@ -199,7 +194,9 @@ class BodyPace(_OurLayer):
     """
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not _has_body(scope):
+        headers = Headers(scope=scope)
+        is_sized = headers.get("content-length", "").strip("0") != ""
+        if not is_sized and "transfer-encoding" not in headers:
             await self._app(scope, receive, send)
             return
         if error := _encoding_error(scope):
@@ -248,7 +245,12 @@ class _PacedBody:
             self._has_stopped = True
             if self.is_answered:
                 return {"type": "http.disconnect"}
-            raise self._timed_out() from None
+            said = (
+                f"The body stopped after {self._num_bytes} bytes: none arrived for "
+                f"{self._timeout_s:g} seconds (upload_timeout_s), or less than {MIN_RATE} "
+                "bytes per second."
+            )
+            raise ApiError(408, said, code="body_timeout") from None
         self._num_bytes += len(message.get("body", b""))
         self.ended = not message.get("more_body", False)
         return message
@@ -259,20 +261,6 @@ class _PacedBody:
             async with asyncio.timeout(DRAIN_S):
                 while not (self.ended or self._has_stopped):
                     await self.receive()
-
-    def _timed_out(self) -> ApiError:
-        message = (
-            f"The body stopped after {self._num_bytes} bytes: none arrived for "
-            f"{self._timeout_s:g} seconds (upload_timeout_s), or less than {MIN_RATE} "
-            "bytes per second."
-        )
-        return ApiError(408, message, code="body_timeout")
-
-
-def _has_body(scope: Scope) -> bool:
-    headers = Headers(scope=scope)
-    is_sized = headers.get("content-length", "").strip("0") != ""
-    return is_sized or "transfer-encoding" in headers
 
 
 def _encoding_error(scope: Scope) -> ApiError | None:
@@ -320,7 +308,15 @@ class CrossOrigin(_OurLayer):
         config = config_of(scope)
         allowed = config.allowed_origins
         if origin in allowed or "*" in allowed:
-            await self._cors_of(allowed)(scope, receive, send)
+            if allowed not in self._cors:
+                self._cors[allowed] = CORSMiddleware(
+                    self._without_origin,
+                    allow_origins=allowed,
+                    allow_methods=_METHODS,
+                    allow_headers=("*",),
+                    expose_headers=_READABLE,
+                )
+            await self._cors[allowed](scope, receive, send)
         elif _is_same_origin(scope, origin, config.public_url):
             await self._without_origin(scope, receive, send)
         else:
@@ -331,17 +327,6 @@ class CrossOrigin(_OurLayer):
             )
             error = ApiError(403, message, code="origin_not_allowed", retry=False)
             await error_at(scope, error)(scope, receive, send)
-
-    def _cors_of(self, allowed: tuple[str, ...]) -> CORSMiddleware:
-        if allowed not in self._cors:
-            self._cors[allowed] = CORSMiddleware(
-                self._without_origin,
-                allow_origins=allowed,
-                allow_methods=_METHODS,
-                allow_headers=("*",),
-                expose_headers=_READABLE,
-            )
-        return self._cors[allowed]
 
     async def _without_origin(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the app in a way that adds no headers of SGLang's for the origin."""

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fastapi import Request
@@ -358,7 +357,15 @@ class AccessControl:
     def __post_init__(self) -> None:
         # A connection of its own: the store's is locked while a transaction waits for
         # the disk, and every call would wait with it.
-        self._db = _reader(self.store.directory)
+        path = (self.store.directory / DATABASE).resolve()
+        self._db = sqlite3.connect(
+            f"{path.as_uri()}?mode=ro",
+            uri=True,
+            isolation_level=None,
+            check_same_thread=False,
+            timeout=5,
+        )
+        self._db.row_factory = sqlite3.Row
         self._unwritten: dict[str, Counter[str]] = {}
         self._lock = threading.Lock()
         self._write_lock = threading.Lock()
@@ -460,16 +467,3 @@ class AccessControl:
             self._unwritten[name] -= counts
             if not self._unwritten[name]:
                 del self._unwritten[name]
-
-
-def _reader(directory: Path) -> sqlite3.Connection:
-    path = (directory / DATABASE).resolve()
-    db = sqlite3.connect(
-        f"{path.as_uri()}?mode=ro",
-        uri=True,
-        isolation_level=None,
-        check_same_thread=False,
-        timeout=5,
-    )
-    db.row_factory = sqlite3.Row
-    return db

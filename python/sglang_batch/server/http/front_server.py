@@ -292,7 +292,10 @@ class OnlineCalls:
         ]
         path = request.url.path.removeprefix(request.scope.get("root_path", ""))
         target = f"{path}?{request.url.query}" if request.url.query else path
-        for url in self._urls():
+        # The servers that run, beginning with the one whose turn it is.
+        urls = [row.name for row in self._fleet.states() if row.is_running]
+        first = next(self._turns) % max(1, len(urls))
+        for url in [*urls[first:], *urls[:first]]:
             try:
                 return await self._client.request(
                     request.method,
@@ -310,12 +313,6 @@ class OnlineCalls:
         raise ApiError(
             503, "None of the servers behind this one runs now.", code="not_ready"
         )
-
-    def _urls(self) -> list[str]:
-        """The servers that run, beginning with the one whose turn it is."""
-        urls = [row.name for row in self._fleet.states() if row.is_running]
-        first = next(self._turns) % max(1, len(urls))
-        return [*urls[first:], *urls[:first]]
 
 
 class PassedAnswer(StreamingResponse):

@@ -15,7 +15,6 @@ from ...store.batch_store import Row
 from ..access import keys
 from ..access.keys import SGLANG_ADMIN, Allowance
 from ..access.usage import day_of, usage_object, usage_since
-from ..service import BatchService
 from . import openapi as docs
 from . import parameters
 from .authorization import access_of, caller_of, check_admin_key
@@ -91,7 +90,17 @@ def revoke_key(
     if not found:
         raise ApiError(404, f"No key found with id {key_id!r:.100}.", param="key_id")
     keys.revoke_key(service.store, key_id)
-    cancelled = _cancel_batches(service, key_id) if cancel_batches else []
+    cancelled: list[str] = []
+    if cancel_batches:
+        [key] = keys.keys_in(service.store, key_id)
+        for row in service.store.batches_in((api.VALIDATING, api.IN_PROGRESS)):
+            if row["owner"] == key["name"]:
+                service.cancel_batch(row["id"])
+        since = service.store.rows(
+            "SELECT id FROM batches WHERE owner = ? AND cancelling_at >= ? ORDER BY seq",
+            (key["name"], key["revoked_at"]),
+        )
+        cancelled = [row["id"] for row in since]
     return JSONResponse(
         {
             "id": key_id,
@@ -163,16 +172,3 @@ def _limits(given: docs.ClientLimits) -> dict[str, Any]:
         for name, field in LIMITS.items()
         if field in given.model_fields_set
     }
-
-
-def _cancel_batches(service: BatchService, key_id: str) -> list[str]:
-    """Cancel a revoked key's batches. Returns all cancelled since it was revoked."""
-    [key] = keys.keys_in(service.store, key_id)
-    for row in service.store.batches_in((api.VALIDATING, api.IN_PROGRESS)):
-        if row["owner"] == key["name"]:
-            service.cancel_batch(row["id"])
-    cancelled = service.store.rows(
-        "SELECT id FROM batches WHERE owner = ? AND cancelling_at >= ? ORDER BY seq",
-        (key["name"], key["revoked_at"]),
-    )
-    return [row["id"] for row in cancelled]

@@ -89,7 +89,11 @@ def make_message_batch(
     The file is mapped, so the params of all requests are never in memory together.
     Raises ApiError if it is not a batch, or the store has no space left for it.
     """
-    requests = _mapped_requests(body)
+    with open(body, "rb") as file:
+        empty = body.stat().st_size == 0
+        # Requests refer to the mapping, which ends with the last of them.
+        data = b"" if empty else mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    requests = messages.requests_of(data)
     most = service.config.max_batch_requests
     if most is not None and len(requests) > most:
         raise ApiError(
@@ -134,14 +138,6 @@ def make_message_batch(
         )
         undo.pop_all()
     return row
-
-
-def _mapped_requests(body: Path) -> list[MessageBatchRequest]:
-    with open(body, "rb") as file:
-        empty = body.stat().st_size == 0
-        # Requests refer to the mapping, which ends with the last of them.
-        data = b"" if empty else mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    return messages.requests_of(data)
 
 
 def _write(file: IncomingFile, requests: Iterable[MessageBatchRequest]) -> None:

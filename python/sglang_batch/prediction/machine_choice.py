@@ -232,9 +232,25 @@ class ChoiceReport:
         parts = [f"Job: {self.job}"]
         parts += [self._box_table(each) for each in self.boxes]
         if self.deadline_s is not None and self.ranked:
-            parts.append(self._deadline_table())
+            rows = [["server", "number", "time", "price"]]
+            for choice in self.ranked:
+                number = for_deadline(choice, self.deadline_s)
+                seconds = time_text(choice.seconds / number)
+                price = "" if choice.price is None else significant(choice.price)
+                rows.append([str(choice.box), str(number), seconds, price])
+            limit = time_text(self.deadline_s)
+            title = f"In {limit}, each server with an equal part of the job:"
+            parts.append("\n".join([title, *_aligned(rows)]))
         if self.ranked:
-            parts.append(self._conclusion())
+            chosen = self.ranked[0]
+            said = f"Chosen: {chosen.way.parallel} on {chosen.box}"
+            if len(self.boxes) > 1:
+                said += " (least time)" if chosen.price is None else " (least price)"
+            is_default = chosen.policy == DEFAULT_POLICY
+            policy = [] if is_default else ["--policy", chosen.policy]
+            command = f"{self.command} {shlex.join([*policy, *chosen.arguments])}"
+            said += f", {time_text(chosen.seconds)}. Run it with:"
+            parts.append(f"{said}\n  {command}")
         return "\n\n".join(parts)
 
     def _box_table(self, found: Choices) -> str:
@@ -288,32 +304,6 @@ class ChoiceReport:
         if any(x.way.precision.changes_answers for x in found.outlooks):
             lines += ["", _CHANGES]
         return "\n".join(lines)
-
-    def _deadline_table(self) -> str:
-        assert self.deadline_s is not None
-        rows = [["server", "number", "time", "price"]]
-        for choice in self.ranked:
-            number = for_deadline(choice, self.deadline_s)
-            price = "" if choice.price is None else significant(choice.price)
-            rows.append(
-                [
-                    str(choice.box),
-                    str(number),
-                    time_text(choice.seconds / number),
-                    price,
-                ]
-            )
-        title = f"In {time_text(self.deadline_s)}, each server with an equal part of the job:"
-        return "\n".join([title, *_aligned(rows)])
-
-    def _conclusion(self) -> str:
-        chosen = self.ranked[0]
-        said = f"Chosen: {chosen.way.parallel} on {chosen.box}"
-        if len(self.boxes) > 1:
-            said += " (least price)" if chosen.price is not None else " (least time)"
-        policy = [] if chosen.policy == DEFAULT_POLICY else ["--policy", chosen.policy]
-        command = f"{self.command} {shlex.join([*policy, *chosen.arguments])}"
-        return f"{said}, {time_text(chosen.seconds)}. Run it with:\n  {command}"
 
 
 def _against(choice: SimulatedWay, base: SimulatedWay) -> str:

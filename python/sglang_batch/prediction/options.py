@@ -82,7 +82,18 @@ def add_simulate(commands: Subparsers, run: Callable[..., int]) -> None:
         usage="sglang-batch simulate [job] [machine] [options]",
         help="compare orders on synthetic jobs and on traces, without a model",
     )
-    _add_job(simulate)
+    group = simulate.add_argument_group("job, one of")
+    add_arguments(
+        group.add_mutually_exclusive_group(),
+        options_text("job"),
+        trace={"type": trace_job, "dest": "job"},
+        blend={"type": blend_job, "dest": "job"},
+        groups={"type": groups_job, "dest": "job"},
+        industry={"action": "store_const", "const": industry_job(), "dest": "job"},
+        lengths={"type": Path, "nargs": "+"},
+    )
+    most = f"requests (default: {DEFAULT_NUM_REQUESTS:,}, or all of --lengths)"
+    group.add_argument("--num-requests", type=count, metavar="N", help=most)
     add_arguments(
         simulate,
         options_text("simulate", orders=", ".join(ORDERS)),
@@ -109,22 +120,6 @@ def add_simulate(commands: Subparsers, run: Callable[..., int]) -> None:
     add_choice(simulate)
     _add_output(simulate)
     simulate.set_defaults(job=trace_job("1"))
-
-
-def _add_job(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("job, one of")
-    job = group.add_mutually_exclusive_group()
-    add_arguments(
-        job,
-        options_text("job"),
-        trace={"type": trace_job, "dest": "job"},
-        blend={"type": blend_job, "dest": "job"},
-        groups={"type": groups_job, "dest": "job"},
-        industry={"action": "store_const", "const": industry_job(), "dest": "job"},
-        lengths={"type": Path, "nargs": "+"},
-    )
-    most = f"requests (default: {DEFAULT_NUM_REQUESTS:,}, or all of --lengths)"
-    group.add_argument("--num-requests", type=count, metavar="N", help=most)
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:

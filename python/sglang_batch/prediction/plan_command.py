@@ -18,7 +18,7 @@ from ..planner.machine_model import Machine, min_step_tokens
 from ..planner.ordering.order import OrderSettings
 from ..planner.output_lengths.estimates import prior_output_len
 from ..planner.prefixes.prefix_tree import build_prefix_tree
-from ..planner.requests import UNKNOWN, Int64s, PlanRequests
+from ..planner.requests import UNKNOWN, PlanRequests
 from ..run.backend_options import known_arguments
 from ..run.model_place import check_model
 from ..run.run_options import command_line, job_input
@@ -156,14 +156,19 @@ def _report(
         default_output_len=options.default_output_len,
     )
     chosen = found.best_of(orders)
+    large = f"too large for a KV cache of {machine.limits.kv_capacity_tokens:,} tokens"
+    too_large = [
+        LeftOut(
+            rendered.custom_ids[i],
+            f"{large} (its prompt has {requests.input_len[i]:,})",
+        )
+        for i in found.job.too_large.tolist()
+    ]
     return Report(
         job=title,
         machine=where,
         forecast=found,
-        left_out=[
-            *rendered.refused,
-            *_too_large(rendered, found.job.too_large, machine),
-        ],
+        left_out=[*rendered.refused, *too_large],
         chosen=chosen,
         verdict=f"auto chooses {chosen}" if auto else f"order: {chosen}",
         lengths=_origin_of_lengths(requests, options.default_output_len),
@@ -184,21 +189,6 @@ def _origin_of_lengths(requests: PlanRequests, default: int | None) -> str:
     if known == 0:
         return f"assumed: {assumed}"
     return f"{known:,} lengths are known; the others assumed: {assumed}"
-
-
-def _too_large(
-    rendered: RenderedFile, indices: Int64s, machine: Machine
-) -> list[LeftOut]:
-    capacity = machine.limits.kv_capacity_tokens
-    input_len = rendered.requests.input_len
-    return [
-        LeftOut(
-            rendered.custom_ids[i],
-            f"too large for a KV cache of {capacity:,} tokens "
-            f"(its prompt has {input_len[i]:,})",
-        )
-        for i in indices.tolist()
-    ]
 
 
 # The engine that a plan is for: its own limits, and the costs that it measured here.

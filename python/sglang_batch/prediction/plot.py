@@ -66,7 +66,10 @@ def plot(report: Report, path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    forecast, policies = report.forecast, _policies(report)
+    forecast = report.forecast
+    others = [name for name in forecast.ranking if name != report.chosen]
+    counterparts = [name for name in _COUNTERPARTS if name in others]
+    policies = [report.chosen, *(counterparts or others)[:1]]
     bars = 1.2 + 0.34 * len(forecast.runs)
     with matplotlib.rc_context(_STYLE):
         # A figure of its own, not pyplot's: no window system, no global state.
@@ -100,13 +103,6 @@ def plot(report: Report, path: Path) -> None:
             x=0.01, ha="left", fontsize=13, fontweight="bold",
         )  # fmt: skip
         figure.savefig(path, format="png")
-
-
-def _policies(report: Report) -> list[str]:
-    """The chosen policy, and the one to compare it with unless it is alone."""
-    others = [name for name in report.forecast.ranking if name != report.chosen]
-    counterparts = [name for name in _COUNTERPARTS if name in others]
-    return [report.chosen, *(counterparts or others)[:1]]
 
 
 def _draw_times_of_policies(axes: Any, report: Report) -> None:
@@ -236,7 +232,19 @@ def plot_steps(measured: Measured, path: Path) -> None:
         _draw_layers(panels[1], edges, means, _KV)
         panels[1].set_ylabel("tokens of KV")
         panels[1].set_title("Tokens in the KV cache")
-        _draw_times(panels[2], edges, means)
+        compute, memory = means["compute_s"], means["memory_s"]
+        unit = time_unit(float(max(compute.max(), memory.max())))
+        for times, name, colour in (
+            (compute, "compute", COMPUTE),
+            (memory, "memory", MEMORY),
+        ):
+            panels[2].stairs(
+                times / unit.seconds, edges, baseline=None, color=colour,
+                linewidth=1.8, label=name,
+            )  # fmt: skip
+        panels[2].set_ylim(bottom=0)
+        panels[2].set_ylabel(f"{unit.name} a step")
+        panels[2].set_title("Estimated time at the device's full rates")
         _draw_ratio(panels[3], edges, means, measured.figures())
         panels[3].set_xlim(0, edges[-1])
         panels[3].set_xlabel("steps")
@@ -289,21 +297,6 @@ def _draw_layers(
         base = top
     axes.set_ylim(0, max(1.0, 1.05 * float(base.max())))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-
-
-def _draw_times(axes: Any, edges: Int64s, means: dict[str, Floats]) -> None:
-    unit = time_unit(float(max(means["compute_s"].max(), means["memory_s"].max())))
-    for column, name, colour in (
-        ("compute_s", "compute", COMPUTE),
-        ("memory_s", "memory", MEMORY),
-    ):
-        axes.stairs(
-            means[column] / unit.seconds, edges, baseline=None, color=colour,
-            linewidth=1.8, label=name,
-        )  # fmt: skip
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel(f"{unit.name} a step")
-    axes.set_title("Estimated time at the device's full rates")
 
 
 def _draw_ratio(

@@ -119,22 +119,19 @@ class FileRenderer:
         place = self._place(local, dedupe)
         found = None if place is None else _kept(place)
         if found is None:
-            found = self._rendered(local, dedupe)
+            # The lines are checked first: the import of SGLang takes seconds.
+            skip = self.skip_invalid
+            file = checked_requests(local, self.given, skip_invalid=skip)
+            spool = TokenSpool(self.directory / f"{local.path.stem}.i32")
+            with file.closing():
+                renderer, engine = self._sglang
+                self._open.enter_context(spool)
+                found = asyncio.run(
+                    render_file(file, local, renderer, engine, spool, dedupe)
+                )
             if place is not None:
                 _keep(place, found)
         return found
-
-    def _rendered(self, local: LocalInput, dedupe: str) -> RenderedFile:
-        # The lines are checked first: the import of SGLang takes seconds.
-        skip = self.skip_invalid
-        file = checked_requests(local, self.given, skip_invalid=skip)
-        spool = TokenSpool(self.directory / f"{local.path.stem}.i32")
-        with file.closing():
-            renderer, engine = self._sglang
-            self._open.enter_context(spool)
-            return asyncio.run(
-                render_file(file, local, renderer, engine, spool, dedupe)
-            )
 
     @cached_property
     def _sglang(self) -> tuple[Renderer, EngineFacts]:
@@ -166,11 +163,15 @@ class FileRenderer:
         if files is None:
             return None
         own = list(Path(__file__).parents[1].rglob("*.py"))
+        cards = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+        variables = sorted(os.environ.items())
         known = (
             [version(name) for name in _PACKAGES],
             max(path.stat().st_mtime_ns for path in own),
             local.sha256(), local.title, local.parts, dedupe, self.skip_invalid,
-            self.server_argv, files, _this_machine(),
+            self.server_argv, files, platform.node(), len(os.sched_getaffinity(0)),
+            [card.read_text(errors="replace") for card in cards],
+            [each for each in variables if each[0].startswith(_VARIABLES)],
         )  # fmt: skip
         digest = hashlib.sha256(msgspec.json.encode(known)).hexdigest()
         return platformdirs.user_data_path("sglang-batch") / "prompts" / f"{digest}.npz"
@@ -202,17 +203,6 @@ def _files_of(argv: list[str], given: argparse.Namespace) -> list[Any] | None:
                         (str(each.resolve()), state.st_size, state.st_mtime_ns)
                     )
     return found
-
-
-def _this_machine() -> list[Any]:
-    cards = Path("/proc/driver/nvidia/gpus").glob("*/information")
-    variables = sorted(os.environ.items())
-    return [
-        platform.node(),
-        len(os.sched_getaffinity(0)),
-        [card.read_text(errors="replace") for card in sorted(cards)],
-        [each for each in variables if each[0].startswith(_VARIABLES)],
-    ]
 
 
 # All of a :class:`RenderedFile` but its arrays.

@@ -323,7 +323,9 @@ def forecast(
     """
     observed = None
     if true_output_len is not None and sample_share > 0:
-        observed = _sample(requests, true_output_len, sample_share, settings.seed)
+        tree = build_prefix_tree(requests.tokens, requests.offsets)
+        sample = choose_sample(tree, requests, share=sample_share, seed=settings.seed)
+        observed = Observed(sample, true_output_len[sample])
     job = Candidates(
         requests,
         machine,
@@ -371,9 +373,3 @@ def forecast(
         ),
         runs=runs,
     )
-
-
-def _sample(requests: PlanRequests, true: Int32s, share: float, seed: int) -> Observed:
-    tree = build_prefix_tree(requests.tokens, requests.offsets)
-    sample = choose_sample(tree, requests, share=share, seed=seed)
-    return Observed(sample, true[sample])

@@ -12,16 +12,13 @@ from ..errors import InputError
 from ..planner.costs.hardware import Parallelism
 from ..planner.costs.model_spec import ModelSpec
 from ..planner.costs.step_costs import step_costs
-from ..planner.machine_model import Machine
 from ..planner.ordering.order import OrderSettings
-from ..planner.requests import Int64s
 from .machine_choice import choose, make_machine, named_device
 from .models import MODELS
 from .options import DEFAULT_HARDWARE, boxes, check_choice
 from .report import LeftOut, MachineInfo, Report, forecast
 from .synthetic_jobs import SyntheticJob, lengths_job
 from .table import check_plot, progress, show
-from .workloads.mix import Workload
 
 
 def simulate(options: argparse.Namespace) -> int:
@@ -53,11 +50,16 @@ def simulate(options: argparse.Namespace) -> int:
         sample_share=options.sample_share,
     )
     best = found.best_of(found.runs)
+    needed = workload.requests.input_len + workload.output_len
+    room = f"tokens; the KV cache has {machine.limits.kv_capacity_tokens:,}"
     report = Report(
         job=job.title,
         machine=MachineInfo(name, device, options.tp),
         forecast=found,
-        left_out=_too_large(workload, found.job.too_large, machine),
+        left_out=[
+            LeftOut(f"request {i}", f"{needed[i]:,} {room}")
+            for i in found.job.too_large.tolist()
+        ],
         chosen=best,
         verdict=f"auto chooses {best}",
         lengths=f"true lengths; the orders use estimates learnt from "
@@ -116,12 +118,3 @@ def _counted(
         kv_dtype=kv_dtype or options.kv_cache_dtype,
         quantization=quantization or options.quantization,
     )
-
-
-def _too_large(workload: Workload, indices: Int64s, machine: Machine) -> list[LeftOut]:
-    needed = workload.requests.input_len + workload.output_len
-    capacity = machine.limits.kv_capacity_tokens
-    return [
-        LeftOut(f"request {i}", f"{needed[i]:,} tokens; the KV cache has {capacity:,}")
-        for i in indices.tolist()
-    ]

@@ -122,8 +122,16 @@ class Chooser:
         self._exponent = interference_exponent
         # Costs of any machine give the same tree and the same lengths.
         self._job = self._candidates(requests, output_len, _ANY_MACHINE)
-        self._mix = self._means()
-        self.prompt_tokens = self._job.tree.num_tokens
+        tree, n = self._job.tree, max(1, self._job.tree.num_requests)
+        lengths = self._job.output_len.astype(np.float64)
+        mean = float(lengths.mean())
+        # A shared prefix is held once by those that share it. Long answers are held longer:
+        # by steps, not by requests.
+        own = float(np.mean(tree.input_len - tree.depth[tree.leaf_parent]))
+        held = own + float((lengths**2).mean()) / max(mean, 1.0) / 2
+        computed = tree.num_unique_tokens / n
+        self._mix = RequestMix(tree.num_tokens / n, mean, computed=computed, held=held)
+        self.prompt_tokens = tree.num_tokens
         self.output_tokens = int(self._job.output_len.sum(dtype=np.int64))
         self._shards: dict[int, Int64s] = {}
 
@@ -136,21 +144,6 @@ class Chooser:
             self._settings,
             true_output_len=output_len,
             default_output_len=self._default,
-        )
-
-    def _means(self) -> RequestMix:
-        """The job's mean request. A shared prefix is held once by those that share it."""
-        tree, n = self._job.tree, max(1, self._job.tree.num_requests)
-        own = float(np.mean(tree.input_len - tree.depth[tree.leaf_parent]))
-        output_len = self._job.output_len.astype(np.float64)
-        mean = float(output_len.mean())
-        # Long answers are held longer: by steps, not by requests.
-        held = float((output_len**2).mean()) / max(mean, 1.0) / 2
-        return RequestMix(
-            tree.num_tokens / n,
-            mean,
-            computed=tree.num_unique_tokens / n,
-            held=own + held,
         )
 
     def outlooks(

@@ -72,7 +72,11 @@ def lower_bounds(
     p = tree.input_len.astype(np.float64)
     compute = (tree.num_unique_tokens + d.sum()) * cost.token_time_s
     compute += attended(tree) * cost.attention_time_s
-    held = _kv_area(tree, d)
+    # Token-steps of KV that the job must hold: private tokens while a request decodes, a
+    # shared prefix for at least as many steps as the longest answer below it has tokens.
+    own = tree.input_len - tree.depth[tree.leaf_parent]
+    shared = (tree.own_len * tree.longest_below(d)).sum()
+    held = float((own * d + d**2 / 2.0).sum() + shared)
     min_steps = max(int(np.ceil(held / kv_capacity_tokens)), int(d.max(initial=0.0)))
     read = held if cost.shared_kv_read_once else float((p * d + d * d / 2.0).sum())
     read += float((cost.more_reads(p) * d).sum())
@@ -118,12 +122,3 @@ def _critical_path_s(cost: CostModel, input_len: Floats, output_len: Floats) -> 
         prompt = p * cost.token_time_s + p * p * cost.attention_time_s
         longest = max(longest, float(prompt + steps.sum()))
     return longest
-
-
-def _kv_area(tree: PrefixTree, output_len: Floats) -> float:
-    """Token-steps of KV that the job must hold: private tokens while a request decodes, a shared
-    prefix for at least as many steps as the longest answer below it has tokens."""
-    own = tree.input_len - tree.depth[tree.leaf_parent]
-    private = (own * output_len + output_len**2 / 2.0).sum()
-    shared = (tree.own_len * tree.longest_below(output_len)).sum()
-    return float(private + shared)

@@ -225,7 +225,18 @@ def operators(
         else:
             yield _product("feed-forward", device, matrix, together, parallel.tp)
     yield _product("output matrix", device, shape.head, work.rows * ranks, parallel.tp)
-    yield from _attention(model, shape, device, parallel, work)
+    tp, rate = parallel.attention_tp, device.flops[16]
+    flops = 4.0 * model.hidden * model.num_layers * work.prompt_pairs
+    others = model.other_flops_per_token * work.tokens
+    yield Operator("attention of prompts", (flops + others) / tp / rate)
+    copies = model.kv_replicas(tp) / tp
+    read = model.full_kv_bytes_per_token * work.kv_tokens
+    read = read + model.window_kv_bytes_per_token * work.window_kv_tokens
+    arithmetic = shape.decode_flops_per_kv_token * work.kv_tokens / tp / rate
+    yield Operator(ATTENTION_OF_ANSWERS, arithmetic, read * copies / device.bandwidth)
+    if model.state_bytes:
+        states = 2.0 * model.state_bytes * work.decodes / tp
+        yield Operator(STATES, memory_s=states / device.bandwidth)
     residual_bytes = shape.residual * _ACTIVATION_BYTES * work.tokens
     layer_bytes = _RESIDUAL_PASSES * residual_bytes * shape.num_layers
     kernels = _LAYER_KERNELS * shape.num_layers + _EXPERT_KERNELS * shape.expert_layers
@@ -324,28 +335,6 @@ def _part(matrix: Matrix, tp: int) -> tuple[int, int]:
     return matrix.inputs, matrix.outputs
 
 
-def _attention(
-    model: ModelSpec,
-    shape: ModelShape,
-    device: _Device,
-    parallel: Parallelism,
-    work: StepWork,
-) -> Iterator[Operator]:
-    tp = parallel.attention_tp
-    rate = device.flops[16]
-    flops = 4.0 * model.hidden * model.num_layers * work.prompt_pairs
-    others = model.other_flops_per_token * work.tokens
-    yield Operator("attention of prompts", (flops + others) / tp / rate)
-    copies = model.kv_replicas(tp) / tp
-    read = model.full_kv_bytes_per_token * work.kv_tokens
-    read = read + model.window_kv_bytes_per_token * work.window_kv_tokens
-    arithmetic = shape.decode_flops_per_kv_token * work.kv_tokens / tp / rate
-    yield Operator(ATTENTION_OF_ANSWERS, arithmetic, read * copies / device.bandwidth)
-    if model.state_bytes:
-        states = 2.0 * model.state_bytes * work.decodes / tp
-        yield Operator(STATES, memory_s=states / device.bandwidth)
-
-
 def _reductions(
     shape: ModelShape, device: _Device, parallel: Parallelism, residual_bytes: Floats
 ) -> Iterator[Operator]:
@@ -399,7 +388,13 @@ def step_costs(
         return step_seconds(model, hardware, parallel, work)
 
     layers, with_head = timed(StepWork.of(batch, 0.0)), timed(StepWork.of(batch, batch))
-    table = _step_table(tokens, layers, with_head)
+    table = np.zeros((6, len(tokens)))
+    table[TOKENS] = tokens
+    table[COMPUTE] = layers.compute_s
+    table[MEMORY] = layers.memory_s
+    table[OTHER] = layers.other_s
+    table[HEAD_COMPUTE] = with_head.compute_s - layers.compute_s
+    table[HEAD_MEMORY] = with_head.memory_s - layers.memory_s
 
     def of_one(**work: float) -> float:
         """Seconds of one of these, less those of a step without any."""
@@ -424,18 +419,6 @@ def step_costs(
         encoder_token_time_s=model.encoder_flops_per_token / encoder_rate,
         table=table,
     )
-
-
-def _step_table(tokens: Floats, layers: StepSeconds, with_head: StepSeconds) -> Floats:
-    """``CostModel.table``, float64 ``[6, t]``, from steps of ``tokens``, ``[t]``."""
-    table = np.zeros((6, len(tokens)))
-    table[TOKENS] = tokens
-    table[COMPUTE] = layers.compute_s
-    table[MEMORY] = layers.memory_s
-    table[OTHER] = layers.other_s
-    table[HEAD_COMPUTE] = with_head.compute_s - layers.compute_s
-    table[HEAD_MEMORY] = with_head.memory_s - layers.memory_s
-    return table
 
 
 def least_token_s(table: Floats, exponent: float) -> float:

@@ -121,7 +121,20 @@ def fit_step_law(samples: Floats, cost: CostModel) -> StepLaw | None:
     best = min(fits, key=lambda k: fits[k].squares)
     if fits[best].squares > (1 - _BETTER) * fits[1.0].squares:
         best = 1.0
-    return _as_law(columns, fits[best], best)
+    fit = fits[best]
+    ratio = columns.seconds / np.maximum(fit.predicted, 1e-300)
+    # Far points count less in a fit, but their seconds are spent all the same.
+    spent = np.minimum(ratio, _DISTURBED) @ fit.predicted
+    bias = float(spent / fit.predicted.sum())
+    found = (fit.coefficients * bias).tolist()
+    return StepLaw(
+        factors=(found[0], found[1], found[2], found[3]),
+        fixed_s=found[4],
+        extras=StepExtras(*found[5:]),
+        exponent=best,
+        noise=float(np.median(abs(ratio / bias - 1.0))),
+        num_samples=len(columns.seconds),
+    )
 
 
 class _StepColumns(NamedTuple):
@@ -206,7 +219,9 @@ def _fit(columns: _StepColumns, k: float) -> _LawFit:
         )[0]
         parts = scaled * found[:4]
         compute, memory = parts[:, 0] + parts[:, 2], parts[:, 1] + parts[:, 3]
-        together = _norm(compute, memory, k)
+        less, longer = np.minimum(compute, memory), np.maximum(compute, memory)
+        share = np.divide(less, longer, out=np.zeros_like(longer), where=longer > 0)
+        together = longer * (1.0 + share**k) ** (1.0 / k)
         predicted = together + columns.counts @ found[4:]
         ratio = np.divide(
             np.stack([compute, memory, compute, memory], axis=1),
@@ -221,28 +236,3 @@ def _fit(columns: _StepColumns, k: float) -> _LawFit:
     squares = float(importance @ ((predicted - seconds) ** 2 / seconds))
     found[:4] = np.maximum(found[:4], _LEAST) * common
     return _LawFit(found, predicted, squares)
-
-
-def _norm(compute: Floats, memory: Floats, k: float) -> Floats:
-    longer = np.maximum(compute, memory)
-    ratio = np.divide(
-        np.minimum(compute, memory), longer, out=np.zeros_like(longer), where=longer > 0
-    )
-    found: Floats = longer * (1.0 + ratio**k) ** (1.0 / k)
-    return found
-
-
-def _as_law(columns: _StepColumns, fit: _LawFit, k: float) -> StepLaw:
-    ratio = columns.seconds / np.maximum(fit.predicted, 1e-300)
-    # Far points count less in a fit, but their seconds are spent all the same.
-    spent = np.minimum(ratio, _DISTURBED) @ fit.predicted
-    bias = float(spent / fit.predicted.sum())
-    found = (fit.coefficients * bias).tolist()
-    return StepLaw(
-        factors=(found[0], found[1], found[2], found[3]),
-        fixed_s=found[4],
-        extras=StepExtras(*found[5:]),
-        exponent=k,
-        noise=float(np.median(abs(ratio / bias - 1.0))),
-        num_samples=len(columns.seconds),
-    )

@@ -39,18 +39,13 @@ SHORTEST_KEPT = 16
 def aligned_order(tree: PrefixTree, est_output_len: Floats) -> Int64s:
     """The requests by falling length, those with a common prefix together, int64 ``[n]``. A group
     has the place of its longest request."""
-    leaves = tree.input_len + est_output_len[tree.order]
-    return longest_first(_without_short_nodes(tree), leaves)
-
-
-def _without_short_nodes(tree: PrefixTree) -> PrefixTree:
-    """The tree in which nodes with few tokens of their own are part of those above."""
+    # Nodes with few tokens of their own are part of those above.
     above = _kept_above(tree.parent, tree.depth, SHORTEST_KEPT)
     is_kept = above == np.arange(tree.num_nodes)
     place = np.cumsum(is_kept).astype(np.int32) - 1
     parent = place[above[np.maximum(tree.parent, 0)]]
     parent[0] = -1
-    return replace(
+    shorter = replace(
         tree,
         leaf_parent=place[above[tree.leaf_parent]].astype(np.int32),
         parent=parent[is_kept].astype(np.int32),
@@ -58,6 +53,7 @@ def _without_short_nodes(tree: PrefixTree) -> PrefixTree:
         leaf_begin=tree.leaf_begin[is_kept],
         leaf_end=tree.leaf_end[is_kept],
     )
+    return longest_first(shorter, tree.input_len + est_output_len[tree.order])
 
 
 @jit
@@ -101,9 +97,22 @@ def length_aligned_order(
     lengths = est_output_len[tree.order]
     # Tokens of KV below each node when all of its requests end, prefixes once.
     kv = tree.unique_below(tree.input_len, tree.lcp) + tree.subtree_sums(lengths)
-    family = _families(tree, cost, lengths, kv <= capacity)
-    block = _blocks(tree.parent, tree.depth, tree.leaf_parent, kv > capacity)
     key = tree.input_len.astype(np.int64)
+    # Without padding there is nothing to be gained by parting siblings.
+    pad_s = cost.kv_read_time_s if cost.padded else 0.0
+    token_s = max(cost.token_time_s, 1e-30)
+    # Of each leaf the node that is its family, _ALONE for none.
+    family = _best_families(
+        tree.parent,
+        tree.depth,
+        tree.leaf_parent,
+        key,
+        lengths,
+        kv <= capacity,
+        token_s,
+        pad_s,
+    )
+    block = _blocks(tree.parent, tree.depth, tree.leaf_parent, kv > capacity)
     inside = family != _ALONE
     if inside.any():
         longest = np.zeros(int(family.max()) + 1, np.int64)
@@ -117,24 +126,6 @@ def length_aligned_order(
     keys[tree.order], families[tree.order] = key, family
     found = LengthKeys(GROUPS, keys, families, max_wait_steps)
     return Order(tree.order[by_leaf], lengths=found)
-
-
-def _families(
-    tree: PrefixTree, cost: CostModel, lengths: Floats, fits: Bools
-) -> Int32s:
-    """Of each leaf the node that is its family, _ALONE for none, int32 ``[n]``."""
-    # Without padding there is nothing to be gained by parting siblings.
-    pad_s = cost.kv_read_time_s if cost.padded else 0.0
-    return _best_families(
-        tree.parent,
-        tree.depth,
-        tree.leaf_parent,
-        tree.input_len.astype(np.int64),
-        lengths,
-        fits,
-        max(cost.token_time_s, 1e-30),
-        pad_s,
-    )
 
 
 @jit

@@ -69,21 +69,6 @@ def _dfs_weight(job: _Job) -> Order:
     return Order(tree.order[depth_first(children, begin, tree.num_nodes)])
 
 
-def _prefix_groups(job: _Job) -> Order:
-    groups = prefix_groups(job.tree)
-    return Order(group_order(job.tree, groups, job.estimates.est_output_len))
-
-
-def _length_aligned(job: _Job) -> Order:
-    return length_aligned_order(
-        job.tree,
-        job.cost,
-        job.estimates.est_output_len,
-        job.kv_capacity_tokens,
-        job.settings.max_wait_steps,
-    )
-
-
 def _dual_scan(job: _Job) -> Order:
     work = leaf_work(
         job.tree,
@@ -114,10 +99,18 @@ _FUNCTIONS: dict[str, Callable[[_Job], Order]] = {
     "dfs-longest": lambda job: Order(
         longest_first(job.tree, job.estimates.est_output_len[job.tree.order])
     ),
-    "prefix-groups": _prefix_groups,
+    "prefix-groups": lambda job: Order(
+        group_order(job.tree, prefix_groups(job.tree), job.estimates.est_output_len)
+    ),
     "aligned": lambda job: Order(aligned_order(job.tree, job.estimates.est_output_len)),
     "length-tree": lambda job: length_tree_order(job.tree, job.settings.max_wait_steps),
-    "length-aligned": _length_aligned,
+    "length-aligned": lambda job: length_aligned_order(
+        job.tree,
+        job.cost,
+        job.estimates.est_output_len,
+        job.kv_capacity_tokens,
+        job.settings.max_wait_steps,
+    ),
     "dual-scan": _dual_scan,
 }
 

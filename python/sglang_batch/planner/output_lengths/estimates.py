@@ -324,7 +324,15 @@ class OutputLengthEstimator:
         # An exponential distribution has E[d^2] = 2 E[d]^2.
         mean_sq = self._moment(lengths_sq, 2 * self._default**2, observed, stratum)
         mean, mean_sq = self._as_expected(mean, mean_sq, lengths, observed)
-        own, begin, length = _samples(stratum, lengths, stratum[observed])
+        num_strata, seen = int(stratum.max(initial=0)) + 1, stratum[observed]
+        answers = np.bincount(seen, minlength=num_strata)
+        # Sorted by stratum, then by length: one number holds both.
+        by_stratum = np.sort(seen * np.int64(2**32) + lengths) % 2**32
+        own = stratum.astype(np.int64)
+        if answers[0] < STRATUM_ANSWERS:
+            own[own == 0] = num_strata
+        begin = sums_before(np.append(answers, len(lengths)))
+        length = np.concatenate((by_stratum, np.sort(lengths))).astype(np.float64)
         count = np.maximum(np.diff(begin), 1)
         sample_mean = np.maximum(np.diff(sums_before(length)[begin]) / count, 1.0)
         scale = mean / sample_mean[own]
@@ -423,22 +431,3 @@ class _Fit:
     scale: Floats
     begin: Int64s
     length: Floats
-
-
-def _samples(
-    leaf_stratum: Int32s, lengths: Int64s, stratum: Int32s
-) -> tuple[Int64s, Int64s, Floats]:
-    """Each leaf's sample, the bounds of the samples, and their sorted lengths.
-
-    Args:
-        lengths, stratum: of each observed leaf.
-    """
-    num_strata = int(leaf_stratum.max(initial=0)) + 1
-    count = np.bincount(stratum, minlength=num_strata)
-    # Sort by stratum, then by length: one number holds both.
-    by_stratum = np.sort(stratum * np.int64(2**32) + lengths) % 2**32
-    own = leaf_stratum.astype(np.int64)
-    if count[0] < STRATUM_ANSWERS:
-        own[own == 0] = num_strata
-    begin = sums_before(np.append(count, len(lengths)))
-    return own, begin, np.concatenate((by_stratum, np.sort(lengths))).astype(np.float64)

@@ -71,7 +71,16 @@ def choose_sample(
         is_small = len(chosen) <= _MOST_LARGER * total
         if is_small and _repeated_tokens(tree, chosen) <= most_repeated:
             return tree.order[chosen]
-    return _beginning(tree, unknown, total, most_repeated)
+    # The shortest beginning of the depth-first order that is as large and so cheap.
+    first = int(np.searchsorted(np.cumsum(unknown), total)) + 1
+    ends = np.arange(first, tree.num_requests // 4 + 1)
+    # What all prompts begin with stays in the cache.
+    whole = tree.leaf_end - tree.leaf_begin == tree.num_requests
+    common = int(tree.depth[whole].max(initial=0))
+    # A leaf and the one before it share the tokens that would be computed twice.
+    cheap = ends[tree.lcp[ends] - common <= most_repeated]
+    end = int(cheap[0]) if total and len(cheap) else 0
+    return tree.order[:end][unknown[:end]]
 
 
 def _cheapest(tree: PrefixTree, unknown: Bools, num_rows: int, in_a_row: int) -> Int64s:
@@ -97,21 +106,6 @@ def _cheapest(tree: PrefixTree, unknown: Bools, num_rows: int, in_a_row: int) ->
         begin = int(begins[best])
         chosen[begin : min(begin + shortest + int(length), end)] = True
     return np.flatnonzero(chosen & unknown)
-
-
-def _beginning(
-    tree: PrefixTree, unknown: Bools, least: int, most_repeated: float
-) -> Int64s:
-    """The shortest beginning of the depth-first order that is as large and so cheap."""
-    first = int(np.searchsorted(np.cumsum(unknown), least)) + 1
-    ends = np.arange(first, tree.num_requests // 4 + 1)
-    # What all prompts begin with stays in the cache.
-    whole = tree.leaf_end - tree.leaf_begin == tree.num_requests
-    common = int(tree.depth[whole].max(initial=0))
-    # A leaf and the one before it share the tokens that would be computed twice.
-    cheap = ends[tree.lcp[ends] - common <= most_repeated]
-    end = int(cheap[0]) if least and len(cheap) else 0
-    return tree.order[:end][unknown[:end]]
 
 
 def _spaced(size: Int64s, taken: Int64s, in_a_row: int, start: float) -> Int64s:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...errors import ConfigError
 from ..compiled import jit_without_gil
-from ..requests import Floats, Int32s, Int64s, sums_before
+from ..requests import Int32s, Int64s, sums_before
 from .prefix_sort import sort_prompts
 
 _SAMPLED_PER_BUCKET = 1000
@@ -65,22 +65,12 @@ def choose_splitters(tokens: Int32s, offsets: Int64s, num_buckets: int) -> Split
         raise ConfigError(f"num_buckets={num_buckets!r} must be 1 or more.")
     order, lcp = sort_prompts(tokens, offsets)
     price = np.where(lcp < np.diff(offsets)[order], lcp, np.inf)
-    cuts = _cuts(price, max(len(order) // num_buckets, 1))
-    parts = [
-        tokens[first : first + length + 1]
-        for first, length in zip(offsets[order[cuts]], lcp[cuts], strict=True)
-    ]
-    none = np.zeros(0, np.int32)
-    return Splitters(np.concatenate([none, *parts]), sums_before(lcp[cuts] + 1))
-
-
-def _cuts(price: Floats, most: int) -> Int64s:
-    """The first position of each piece but the first, int64, for pieces of at most ``most``
-    requests and at least half as many. They are cut where the price, float64 ``[n]``, is lowest,
-    and of equal prices in the middle. Where it is infinite, a piece continues."""
+    most = max(len(order) // num_buckets, 1)
     fewest, n = (most + 1) // 2, len(price)
     cuts: list[int] = []
     start = 0
+    # Cuts are where the price is lowest, and of equal prices in the middle. Where it is
+    # infinite, a piece continues.
     while n - start > most:
         near = price[start + fewest : min(start + most, n - fewest) + 1]
         least = np.flatnonzero(near == near.min())
@@ -92,7 +82,13 @@ def _cuts(price: Floats, most: int) -> Int64s:
             cut = start + most + int(later[0])
         cuts.append(cut)
         start = cut
-    return np.array(cuts, np.int64)
+    at = np.array(cuts, np.int64)
+    parts = [
+        tokens[first : first + length + 1]
+        for first, length in zip(offsets[order[at]], lcp[at], strict=True)
+    ]
+    none = np.zeros(0, np.int32)
+    return Splitters(np.concatenate([none, *parts]), sums_before(lcp[at] + 1))
 
 
 @jit_without_gil

@@ -147,8 +147,12 @@ def _cut_at_once(
     whole_s = cost.step_time_s(
         shares.compute_s, shares.memory_s * (width[0] / width[1])
     )
-    # A fair share, or a request that takes longer than that.
-    least_s = max(float(whole_s) / width[0], _largest_s(tree, cost, shares, slow))
+    # A fair share, or what the fastest engine takes for a request with most work of a kind.
+    compute = shares.compute[tree.num_nodes :] * shares.compute_s
+    memory = shares.memory[tree.num_nodes :] * shares.memory_s
+    leaf = np.argmax(np.maximum(compute, memory))
+    largest_s = cost.step_time_s(compute[leaf] * slow[0], memory[leaf] * slow[1])
+    least_s = max(float(whole_s) / width[0], float(largest_s.min()))
     grain = 1.0 / float((slow.max(axis=1) * width * GRANULARITY).max())
     larger = np.maximum(shares.compute, shares.memory)[: tree.num_nodes]
     larger = _at_most_parents(tree.parent, larger)
@@ -159,10 +163,19 @@ def _cut_at_once(
 
     shared = tree.num_tokens - tree.num_unique_tokens
     budget = _MAX_LOST_SHARING / cuts * shared
+    against_fastest = slow / slow.min(axis=1, keepdims=True)
     best, best_s = np.zeros(0, np.int32), np.inf
     while True:
         opened = _open_nodes(candidates, tree.parent, price, budget)
-        found = _dealt(tree, cost, shares, opened, grain, slow)
+        begin, compute, memory = _make_units(
+            opened, tree.parent, tree.leaf_parent, tree.leaf_end,
+            shares.compute, shares.memory, shares.prefix, grain,
+        )  # fmt: skip
+        largest_first = np.argsort(-np.maximum(compute, memory), kind="stable")
+        unit = deal(largest_first, compute, memory, against_fastest, _MAX_PASSES)
+        compute, memory = compute * shares.compute_s, memory * shares.memory_s
+        relieve_slowest(unit, compute, memory, slow, cost.interference_exponent)
+        found = np.repeat(unit, np.diff(begin))
         loads = _loads(tree, cost, work, found, k)
         slowest_s = cost.step_time_s(
             loads.compute_s * slow[0], loads.memory_s * slow[1]
@@ -227,17 +240,6 @@ def _shares(tree: PrefixTree, cost: CostModel, work: LeafWork) -> _Shares:
     )
 
 
-def _largest_s(
-    tree: PrefixTree, cost: CostModel, shares: _Shares, slow: Floats
-) -> float:
-    """Seconds that the fastest engine takes for a request with most work of a kind."""
-    compute = shares.compute[tree.num_nodes :] * shares.compute_s
-    memory = shares.memory[tree.num_nodes :] * shares.memory_s
-    leaf = np.argmax(np.maximum(compute, memory))
-    seconds = cost.step_time_s(compute[leaf] * slow[0], memory[leaf] * slow[1])
-    return float(seconds.min())
-
-
 @jit
 def _at_most_parents(parent: Int32s, values: Floats) -> Floats:
     """Values clipped to the parent's, which only rounding errors exceed."""
@@ -260,29 +262,6 @@ def _open_nodes(
             opened[node] = True
             left -= price[node]
     return opened
-
-
-def _dealt(
-    tree: PrefixTree,
-    cost: CostModel,
-    shares: _Shares,
-    opened: Bools,
-    grain: float,
-    slow: Floats,
-) -> Int32s:
-    """The shard of each leaf, int32 ``[n]``. Opened nodes may be in several shards."""
-    begin, compute, memory = _make_units(
-        opened, tree.parent, tree.leaf_parent, tree.leaf_end,
-        shares.compute, shares.memory, shares.prefix, grain,
-    )  # fmt: skip
-    largest_first = np.argsort(-np.maximum(compute, memory), kind="stable")
-    against_fastest = slow / slow.min(axis=1, keepdims=True)
-    unit_shard = deal(largest_first, compute, memory, against_fastest, _MAX_PASSES)
-    relieve_slowest(
-        unit_shard, compute * shares.compute_s, memory * shares.memory_s, slow,
-        cost.interference_exponent,
-    )  # fmt: skip
-    return np.repeat(unit_shard, np.diff(begin))
 
 
 @jit

@@ -219,24 +219,17 @@ def _requests(
     if max_new_tokens is not None:
         requests["max_decode_steps"] = max_new_tokens[tree.order]
     if limits.as_sglang:
-        _count_decode_steps(requests, overlapped=limits.overlapped)
+        # A request that ends by its limit is left out of the next step. One that stops by
+        # itself decodes once more, where steps are overlapped.
+        in_time = requests["decode_steps"] >= requests["max_decode_steps"]
+        requests["max_decode_steps"] = np.maximum(requests["max_decode_steps"] - 1, 0)
+        if limits.overlapped:
+            requests["ends_in_time"] = in_time
+            requests["decode_steps"] -= in_time
+        else:
+            requests["decode_steps"] -= 1
     requests["event"] = NONE
     return requests
-
-
-def _count_decode_steps(requests: NDArray[Any], *, overlapped: bool) -> None:
-    """Change numbers of output tokens to decode steps as in SGLang.
-
-    A request that ends by its limit is left out of the next step. One that stops by itself decodes
-    once more, where steps are overlapped.
-    """
-    in_time = requests["decode_steps"] >= requests["max_decode_steps"]
-    requests["max_decode_steps"] = np.maximum(requests["max_decode_steps"] - 1, 0)
-    if overlapped:
-        requests["ends_in_time"] = in_time
-        requests["decode_steps"] -= in_time
-    else:
-        requests["decode_steps"] -= 1
 
 
 def _places(tree: PrefixTree, order: Order, requests: NDArray[Any]) -> NDArray[Any]:

@@ -109,7 +109,16 @@ def calibrate(
     fitted = fit_row_share(found.points)
     print(as_table(found, fitted))
     if fitted.finding is not Finding.NOTHING:
-        print(f"Kept in {keep_row_share(_kept(found, fitted))}.")
+        kept = KeptRowShare(
+            key=found.key,
+            finding=fitted.finding.value,
+            most=fitted.most if math.isfinite(fitted.most) else None,
+            **{name: getattr(fitted, name) for name in _FITTED},
+            measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions={name: version(name) for name in _PACKAGES},
+            points=[MeasuredStep(*point) for point in found.points],
+        )
+        print(f"Kept in {keep_row_share(kept)}.")
     else:
         print(f"No row_share is kept. {_advice(fitted)}")
         if found.law is None:
@@ -187,18 +196,6 @@ def _advice(fitted: RowShare) -> str:
             "machine. On a CPU, OMP_NUM_THREADS below its number of cores helps."
         )
     return "Give more --tokens: attention takes longer then."
-
-
-def _kept(found: Measurement, fitted: RowShare) -> KeptRowShare:
-    return KeptRowShare(
-        key=found.key,
-        finding=fitted.finding.value,
-        most=fitted.most if math.isfinite(fitted.most) else None,
-        **{name: getattr(fitted, name) for name in _FITTED},
-        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions={name: version(name) for name in _PACKAGES},
-        points=[MeasuredStep(*point) for point in found.points],
-    )
 
 
 class _Calibration:

@@ -152,7 +152,13 @@ def fit_row_share(points: Sequence[StepPoint]) -> RowShare:
     importance = np.ones(len(points))
     for _ in range(_REWEIGHTINGS):
         fits, best = _fit_all(measured, ratios, importance)
-        importance = _importance(measured, fits, best)
+        w, weights, c = (float(column[best]) for column in fits[:3])
+        decides = np.maximum(measured.total, w * measured.longest)
+        distance = abs(1 - (weights + c * decides) / measured.seconds)
+        # Huber's weights. 1.4826 medians are a standard deviation, which outliers do not
+        # raise.
+        scale = max(1.4826 * float(np.median(distance)), _LEAST_NOISE)
+        importance = np.minimum(1.0, _OUTLIER * scale / np.maximum(distance, 1e-12))
     fits, best = _fit_all(measured, ratios, importance)
     variance = fits.squares[best] / max(importance.sum() - 3, 1.0)
     noise = max(math.sqrt(variance), _LEAST_NOISE)
@@ -260,13 +266,3 @@ def _fit_each(measured: _Columns, row_shares: Floats, weight: Floats) -> _Fits:
     weights = np.maximum(weights, 0.0)
     residuals = seconds - weights[:, None] - c[:, None] * decides
     return _Fits(row_shares, weights, c, (residuals * residuals) @ weight)
-
-
-def _importance(measured: _Columns, fits: _Fits, best: int) -> Floats:
-    """Huber's weights: 1 near the law, and inverse to the distance far from it."""
-    w, weights, c = (float(column[best]) for column in fits[:3])
-    decides = np.maximum(measured.total, w * measured.longest)
-    distance = abs(1 - (weights + c * decides) / measured.seconds)
-    # 1.4826 medians are a standard deviation, which outliers do not raise.
-    scale = max(1.4826 * float(np.median(distance)), _LEAST_NOISE)
-    return np.minimum(1.0, _OUTLIER * scale / np.maximum(distance, 1e-12))

@@ -18,7 +18,6 @@ from ...errors import ConfigError
 from ...planner.compiled import jit
 from ...planner.requests import (
     UNKNOWN,
-    Floats,
     Int32s,
     Int64s,
     PlanRequests,
@@ -264,11 +263,19 @@ def blend_counts(
     shares = np.linalg.solve(equations, [1.0, 0.0, 0.0])
     if shares.min() < 0 or shares[1] == 0:
         names = ", ".join(source.name for source in sources)
-        lowest, highest = _feasible_densities(excess_shared, compute_s, memory_s)
+        # Density is monotone along the line of mixes with this sharing, at whose ends one
+        # source has no requests.
+        densities = []
+        for i, j in combinations(range(3), 2):
+            # Weights that cancel, of equal sign if the two sources can be mixed at all.
+            a, b = excess_shared[j], -excess_shared[i]
+            if a * b >= 0 and (a or b):
+                compute = a * compute_s[i] + b * compute_s[j]
+                densities.append(compute / (a * memory_s[i] + b * memory_s[j]))
         raise ConfigError(
             f"density={density:g} with sharing={sharing:g} cannot be mixed from"
-            f" {names}: at this sharing the density can be {lowest:.3g} to"
-            f" {highest:.3g}."
+            f" {names}: at this sharing the density can be {min(densities):.3g} to"
+            f" {max(densities):.3g}."
         )
     memory_count = round(shares[1] * num_requests)
     if memory_count < 1:
@@ -322,23 +329,6 @@ def blend(
             f" sharing={sharing:g}; use more."
         )
     return assemble(samples, name, seeds)
-
-
-def _feasible_densities(
-    excess_shared: Floats, compute_s: Floats, memory_s: Floats
-) -> tuple[float, float]:
-    """The lowest and highest density of mixes whose ``excess_shared`` adds up to 0.
-
-    Density is monotone along the line of such mixes, at whose ends one source has no requests.
-    """
-    densities = []
-    for i, j in combinations(range(3), 2):
-        # Weights that cancel, of equal sign if the two sources can be mixed at all.
-        a, b = excess_shared[j], -excess_shared[i]
-        if a * b >= 0 and (a or b):
-            compute = a * compute_s[i] + b * compute_s[j]
-            densities.append(float(compute / (a * memory_s[i] + b * memory_s[j])))
-    return min(densities), max(densities)
 
 
 def _totals(samples: Sequence[Sample]) -> tuple[int, float, float]:

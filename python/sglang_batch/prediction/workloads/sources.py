@@ -231,7 +231,10 @@ def lognormal_lengths(
     target_ratio = square / mean**2
     if count == 0 or target_ratio <= 1.0:
         return np.full(count, round(mean), dtype=np.int32)
-    quantiles = _normal_quantiles(count)
+    half = (count + 1) // 2
+    shares = ((np.arange(half) + 0.5) / count).tolist()
+    lower = np.fromiter(map(NormalDist().inv_cdf, shares), np.float64, half)
+    quantiles = np.concatenate([lower, -lower[: count - half][::-1]])
     variance = math.log(target_ratio)
     # Limits the search if no spread reaches the second moment.
     max_variance = 2.5 * variance
@@ -250,12 +253,3 @@ def lognormal_lengths(
         variance += change
         shift += math.log(mean / sample_mean) - change / 2
     return lengths.astype(np.int32)
-
-
-def _normal_quantiles(count: int) -> Floats:
-    half = (count + 1) // 2
-    inverse = NormalDist().inv_cdf
-    lower = np.fromiter(
-        map(inverse, ((np.arange(half) + 0.5) / count).tolist()), np.float64, half
-    )
-    return np.concatenate([lower, -lower[: count - half][::-1]])

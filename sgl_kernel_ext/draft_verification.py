@@ -158,16 +158,12 @@ def verify_sampling(
             accept_index[row, place] = numbers[each]
         accept_token_num[row] = len(path) - 1
         draw = float(uniform_samples_for_final_sampling[row])
-        predicts[numbers[node]] = _drawn(target_probs[row, node], rejected, draw)
-
-
-def _drawn(probs: Tensor, rejected: list[int], draw: float) -> int:
-    """A token other than the rejected ones."""
-    left = probs.double()
-    left[rejected] = 0.0
-    sums = left.cumsum(0)
-    at = torch.searchsorted(sums, draw * sums[-1], right=True)
-    return min(int(at), int(left.nonzero()[-1]))
+        # A token other than the rejected ones.
+        left = target_probs[row, node].double()
+        left[rejected] = 0.0
+        sums = left.cumsum(0)
+        at = torch.searchsorted(sums, draw * sums[-1], right=True)
+        predicts[numbers[node]] = min(int(at), int(left.nonzero()[-1]))
 
 
 def keep_top_k(probs: Tensor, top_ks: Tensor) -> Tensor:

@@ -48,7 +48,10 @@ def causal_conv1d_fn(
     ):
         before = conv_states[slot] if has_state else torch.zeros_like(conv_states[slot])
         inputs = torch.cat([before.to(x.dtype), x[:, begin : begin + length]], 1)
-        outputs.append(_convolved(inputs, weight, bias, activation))
+        output = functional.conv1d(
+            inputs.unsqueeze(0), weight.unsqueeze(1), bias, groups=len(weight)
+        )
+        outputs.append(_activated(output[0], activation))
         conv_states[slot] = inputs[:, -before.shape[1] :].to(conv_states.dtype)
         begin += length
     return torch.cat(outputs, 1)
@@ -74,15 +77,6 @@ def causal_conv1d_update(
     conv_state[slots] = inputs[..., 1:].to(conv_state.dtype)
     output = (inputs * weight).sum(-1)
     return _activated(output if bias is None else output + bias, activation)
-
-
-def _convolved(
-    inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
-) -> Tensor:
-    output = functional.conv1d(
-        inputs.unsqueeze(0), weight.unsqueeze(1), bias, groups=len(weight)
-    )
-    return _activated(output[0], activation)
 
 
 def _activated(x: Tensor, activation: str | None) -> Tensor:

@@ -357,14 +357,27 @@ class Admission:
             host_room: KV cells for which there is room in host memory. None: no limit.
         """
         self._ticks = 0
-        law = self._law(running, host_room)
+        law = BatchLaw(
+            weight_s=self.step_cells,  # the unit of time is that of a cell
+            read_s=1.0,
+            row_share=0.0,
+            padded=True,
+            capacity=float(min(self.max_cells, self.most_cells)),
+            max_rows=self.max_rows,
+            parks=host_room is None or sum(row.length for row in running) <= host_room,
+        )
         if law.parks:
             running = [
                 _soon_parked(row) if row.number in self._priority else row
                 for row in running
             ]
         change = self._begin(running, waiting, law)
-        self._forget_gone(waiting)
+        if self._passes:
+            # Of rows that wait no more, in their order or by length.
+            numbers = {row.number for row in waiting}
+            numbers.update(*(level.waiting for level in self._levels.values()))
+            for number in self._passes.keys() - numbers:
+                del self._passes[number]
         self._let_wait(change)
         for level in self._levels.values():
             for row in level.parked(law, change.batch):
@@ -380,18 +393,6 @@ class Admission:
         new = {row.number for row in change.batch} - {row.number for row in running}
         change.chosen = [n for n in dict.fromkeys(change.chosen) if n in new]
         return change
-
-    def _law(self, running: Sequence[Row], host_room: int | None) -> BatchLaw:
-        held = sum(row.length for row in running)
-        return BatchLaw(
-            weight_s=self.step_cells,  # the unit of time is that of a cell
-            read_s=1.0,
-            row_share=0.0,
-            padded=True,
-            capacity=float(min(self.max_cells, self.most_cells)),
-            max_rows=self.max_rows,
-            parks=host_room is None or held <= host_room,
-        )
 
     def _fill(self, found: RowChanges, priority: int) -> None:
         """Let rows of one priority join."""
@@ -464,7 +465,14 @@ class Admission:
 
     def _offer(self, change: RowChanges, row: Row) -> Offer:
         """Let a waiting row join if it can. Others may leave for it."""
-        if self._must_stay_behind(row, change.passed):
+        if any(
+            other.priority > row.priority
+            or (
+                other.priority == row.priority
+                and self._passes.get(other.number, 0) >= self.max_passes
+            )
+            for other in change.passed
+        ):
             return Offer.STAYS_BEHIND
         if self._is_too_long(row):
             return Offer.TOO_LONG
@@ -485,24 +493,6 @@ class Admission:
 
     def _is_too_long(self, row: Row) -> bool:
         return row.length + 1 > self.max_cells
-
-    def _must_stay_behind(self, row: Row, passed: Sequence[Row]) -> bool:
-        return any(
-            other.priority > row.priority
-            or (
-                other.priority == row.priority
-                and self._passes.get(other.number, 0) >= self.max_passes
-            )
-            for other in passed
-        )
-
-    def _forget_gone(self, waiting: Sequence[Row]) -> None:
-        """Forget the passes of rows that wait no more, in their order or by length."""
-        if self._passes:
-            numbers = {row.number for row in waiting}
-            numbers.update(*(level.waiting for level in self._levels.values()))
-            for number in self._passes.keys() - numbers:
-                del self._passes[number]
 
 
 def _soon_parked(row: Row) -> Row:
@@ -570,15 +560,9 @@ def _least_moved(
             break
         others = [i for i in order if rows[i].length <= width]
         best = min(best, leaving_at(longer, others), key=cost)
-    return _none_in_vain(rows, best, fits)
-
-
-def _none_in_vain(
-    rows: Sequence[Row], moved: Sequence[int], fits: Callable[[list[Row]], bool]
-) -> list[int]:
-    """``moved`` without those that could as well stay, the dearest first."""
-    gone = set(moved)
-    for i in sorted(moved, key=lambda i: (-rows[i].priority, -rows[i].length)):
+    gone = set(best)
+    # Those that could as well stay do, the dearest first.
+    for i in sorted(best, key=lambda i: (-rows[i].priority, -rows[i].length)):
         if fits(_without(rows, gone - {i})):
             gone.remove(i)
     return sorted(gone)

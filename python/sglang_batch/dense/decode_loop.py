@@ -138,7 +138,9 @@ class DecodeLoop:
             self._step()
 
     def _step(self) -> None:
-        if self._changed or self._over_limit() or self._admission.is_due:
+        needed = len(self._running) * (max(self._rows.lengths, default=0) + 1)
+        is_over = needed > self._admission.max_cells
+        if self._changed or is_over or self._admission.is_due:
             self._changed = False
             self._admit()
         if not self._running:
@@ -156,9 +158,18 @@ class DecodeLoop:
         self.counts.decoded_rows += len(self._running)
         cells = self._rows.allocated_cells
         self.counts.peak_cells = max(self.counts.peak_cells, cells)
-        self._take_tokens(logits)
+        queries = list(self._running)
+        chosen = self._choose(logits, queries)
+        ended = [self._take(query, chosen, at) for at, query in enumerate(queries)]
+        for row in range(len(queries) - 1, -1, -1):
+            if ended[row]:
+                self._leave(row, wipe=row in chosen.failed)
         if self.counts.steps % _GROW_EVERY == 0:
-            self._grow()
+            # A row more is allowed after memory was short (4.3, batch size scaling).
+            self._computes_ahead = True
+            if self._admission.max_rows < self._settings.max_rows:
+                self._admission.max_rows += 1
+                self._changed = True
 
     def _decode(self) -> torch.Tensor | None:
         """Logits of the next tokens, None if there is too little memory. It is freed only
@@ -168,11 +179,6 @@ class DecodeLoop:
             return self._rows.decode([query.tokens[-1] for query in self._running])
         except torch.OutOfMemoryError:
             return None
-
-    def _over_limit(self) -> bool:
-        count = len(self._running)
-        width = max(self._rows.lengths, default=0) + 1
-        return count * width > self._admission.max_cells
 
     def _admit(self) -> None:
         window = self._waiting.first(max(_WINDOW, 2 * self._admission.max_rows))
@@ -326,13 +332,6 @@ class DecodeLoop:
         for row in range(len(self._running) - 1, self._admission.max_rows - 1, -1):
             self._preempt(row)
 
-    def _grow(self) -> None:
-        """Allow a row more again, after memory was short (4.3, batch size scaling)."""
-        self._computes_ahead = True
-        if self._admission.max_rows < self._settings.max_rows:
-            self._admission.max_rows += 1
-            self._changed = True
-
     def _preempt(self, row: int) -> None:
         """Move a row to the host, or drop its KV where the host is full."""
         query = self._running[row]
@@ -382,14 +381,6 @@ class DecodeLoop:
                 ]
         chosen = self._choose(found.logits[None], [query])
         return not self._take(query, chosen, 0)
-
-    def _take_tokens(self, logits: torch.Tensor) -> None:
-        queries = list(self._running)
-        chosen = self._choose(logits, queries)
-        ended = [self._take(query, chosen, at) for at, query in enumerate(queries)]
-        for row in range(len(queries) - 1, -1, -1):
-            if ended[row]:
-                self._leave(row, wipe=row in chosen.failed)
 
     def _choose(self, logits: torch.Tensor, queries: Sequence[Query]) -> Chosen:
         grammars = [query.grammar for query in queries]
@@ -574,8 +565,22 @@ class QueryOpener:
 
     def open(self, request: DenseRequest) -> Query:
         """A row that waits. Raises ValueError if it cannot run."""
-        self._check_length(request)
-        self._check_tokens(request)
+        length, most = len(request.input_ids), self.model.context_len
+        if not length:
+            raise ValueError("The prompt has no tokens.")
+        if length >= most:
+            raise ValueError(
+                f"The prompt has {length} tokens, and the model's context {most}; "
+                "shorten it."
+            )
+        logprobs, size = request.logprobs, self.model.vocab_size
+        asked = () if logprobs is None else logprobs.token_ids
+        for name, tokens in (("prompt", request.input_ids), ("logprobs", asked)):
+            for token in (min(tokens, default=0), max(tokens, default=0)):
+                if not 0 <= token < size:
+                    raise ValueError(
+                        f"The {name} has token {token}; give ids from 0 to {size - 1}."
+                    )
         stopping, sampling = request.stopping, request.sampling
         reads_text = stopping.strings or stopping.regexes or stopping.rules.reads_text
         if self.tokenizer is None and reads_text:
@@ -599,24 +604,3 @@ class QueryOpener:
             prompt_ids=request.input_ids,
         )
         return Query(request, number, sampler, row_stopping, grammar, [], [])
-
-    def _check_length(self, request: DenseRequest) -> None:
-        length, most = len(request.input_ids), self.model.context_len
-        if not length:
-            raise ValueError("The prompt has no tokens.")
-        if length >= most:
-            raise ValueError(
-                f"The prompt has {length} tokens, and the model's context {most}; "
-                "shorten it."
-            )
-
-    def _check_tokens(self, request: DenseRequest) -> None:
-        """Raises ValueError for tokens that the model does not have."""
-        logprobs, size = request.logprobs, self.model.vocab_size
-        asked = () if logprobs is None else logprobs.token_ids
-        for name, tokens in (("prompt", request.input_ids), ("logprobs", asked)):
-            for token in (min(tokens, default=0), max(tokens, default=0)):
-                if not 0 <= token < size:
-                    raise ValueError(
-                        f"The {name} has token {token}; give ids from 0 to {size - 1}."
-                    )

@@ -93,9 +93,16 @@ def wrap_embedding(
                     model, lambda: _usual(model, parameters, vocab)
                 )
             pooling.steps.to(model.device)
-            alone, together = packed_if_possible(
-                model, lambda: _probed(model, parameters, vocab, pooling)
+            _, *prompts = _prompts(vocab)
+            # Vectors of two rows that run alone and together.
+            one, other, together = packed_if_possible(
+                model,
+                lambda: [
+                    pooling(*_states(model, parameters, batch))
+                    for batch in (prompts[:1], prompts[1:], prompts)
+                ],
             )
+            alone = torch.cat([one, other])
     except Exception as error:
         raise ConfigError(
             f"{name} cannot make embeddings with the transformers backend: "
@@ -158,20 +165,6 @@ def _usual(
     )
     causal = differ_by(states[0, 0], states[1, 0]) <= _UNCHANGED
     return usual_pooling(causal=causal, mean=mean)
-
-
-def _probed(
-    model: PreTrainedModel,
-    parameters: frozenset[str],
-    vocab: int,
-    pooling: SentencePooling,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Vectors of rows that run alone and together, float32 ``[2, dims]``."""
-    _, *prompts = _prompts(vocab)
-    found = []
-    for batch in ([prompts[0]], [prompts[1]], prompts):
-        found.append(pooling(*_states(model, parameters, batch)))
-    return torch.cat(found[:2]), found[2]
 
 
 def _longest(model: PreTrainedModel) -> int:

@@ -209,7 +209,19 @@ def wrap(
         ConfigError: it knows no such attention.
     """
     model.eval()
-    _set_attention(model, attention_kind)
+    if attention_kind is not None:
+        try:
+            model.set_attn_implementation(attention_kind)
+        except (ValueError, ImportError) as error:
+            raise ConfigError(
+                f"--attn-implementation {attention_kind}: {error}"
+            ) from error
+    elif (
+        model.config._attn_implementation == "sdpa"
+        and model._supports_attention_backend
+    ):
+        register_attention()
+        model.set_attn_implementation(ATTENTION)
     config = model.config.get_text_config()
     ends = model.generation_config.eos_token_id
     ends = config.eos_token_id if ends is None else ends
@@ -223,20 +235,6 @@ def wrap(
         _decoder_start(model) if config.is_encoder_decoder else None,
         learned=LearnedPositions.of(model),
     )
-
-
-def _set_attention(model: PreTrainedModel, kind: str | None) -> None:
-    if kind is not None:
-        try:
-            model.set_attn_implementation(kind)
-        except (ValueError, ImportError) as error:
-            raise ConfigError(f"--attn-implementation {kind}: {error}") from error
-    elif (
-        model.config._attn_implementation == "sdpa"
-        and model._supports_attention_backend
-    ):
-        register_attention()
-        model.set_attn_implementation(ATTENTION)
 
 
 def _decoder_start(model: PreTrainedModel) -> int:

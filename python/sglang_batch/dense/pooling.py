@@ -207,7 +207,12 @@ def declared_pooling(files: CheckpointFiles) -> SentencePooling | None:
             f"modules.json of {files.path} has {', '.join(kinds) or 'no modules'}; "
             "known are those that begin with Transformer and Pooling."
         )
-    _check_transformer(files)
+    of_transformer = files.json("sentence_bert_config.json") or {}
+    task = of_transformer.get("transformer_task", "feature-extraction")
+    if task != "feature-extraction":
+        raise ConfigError(f"{files.path} is a model for {task}, not for embeddings.")
+    if of_transformer.get("do_lower_case"):
+        logger.warning("%s wants texts in lower case: write them so.", files.path)
     config = files.json(f"{modules[1].get('path')}/config.json")
     steps = torch.nn.Sequential()
     for kind, module in zip(kinds[2:], modules[2:], strict=True):
@@ -226,15 +231,6 @@ def _kind(module: Any) -> str:
     name = str(module.get("type")) if isinstance(module, dict) else ""
     package, _, last = name.rpartition(".")
     return last if package.partition(".")[0] == "sentence_transformers" else name
-
-
-def _check_transformer(files: CheckpointFiles) -> None:
-    config = files.json("sentence_bert_config.json") or {}
-    task = config.get("transformer_task", "feature-extraction")
-    if task != "feature-extraction":
-        raise ConfigError(f"{files.path} is a model for {task}, not for embeddings.")
-    if config.get("do_lower_case"):
-        logger.warning("%s wants texts in lower case: write them so.", files.path)
 
 
 def _modes(files: CheckpointFiles, config: Any) -> tuple[str, ...]:

@@ -168,7 +168,19 @@ def choose(
                 chosen[row] = token
         for row in failed:
             chosen[row] = -1
-        return Chosen(chosen, failed, _logprobs_of(logits, samplers, chosen, wanted))
+        found: list[TokenLogprobs | None] = [None] * len(samplers)
+        asked = {
+            row: want
+            for row, want in enumerate(wanted or ())
+            if want is not None and chosen[row] >= 0
+        }
+        if rows := list(asked):
+            scaled = _scaled(_select(logits, rows), [samplers[row] for row in rows])
+            tokens_of = [chosen[row] for row in rows]
+            at_places = _token_logprobs(scaled, tokens_of, list(asked.values()))
+            for row, logprobs in zip(rows, at_places, strict=True):
+                found[row] = logprobs
+        return Chosen(chosen, failed, found)
 
 
 def prompt_logprobs(
@@ -304,29 +316,6 @@ def _draw(probs: Any, samplers: Sequence[RowSampler]) -> list[int]:
     found = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True)
     tokens: list[int] = found.squeeze(-1).tolist()
     return tokens
-
-
-def _logprobs_of(
-    logits: Any,
-    samplers: Sequence[RowSampler],
-    chosen: Sequence[int],
-    wanted: Sequence[LogprobsWanted | None] | None,
-) -> list[TokenLogprobs | None]:
-    found: list[TokenLogprobs | None] = [None] * len(samplers)
-    asked = [
-        (row, want)
-        for row, want in enumerate(wanted or ())
-        if want is not None and chosen[row] >= 0
-    ]
-    if asked:
-        rows = [row for row, _ in asked]
-        scaled = _scaled(_select(logits, rows), [samplers[row] for row in rows])
-        at_rows = _token_logprobs(
-            scaled, [chosen[row] for row in rows], [want for _, want in asked]
-        )
-        for row, logprobs in zip(rows, at_rows, strict=True):
-            found[row] = logprobs
-    return found
 
 
 def _token_logprobs(

@@ -126,7 +126,19 @@ class SlimeGenerate:
     async def _send(self, args: Any, asked: list[_Asked]) -> None:
         try:
             urls = self._urls or await _workers(args)
-            dealt = self._dealt(_groups(asked), len(urls))
+            groups = _groups(asked)
+            expected = self.history.expecting(map(_for_server, groups))
+            tokens = [
+                len(group) * (each.expected_tokens or 0.0) + len(group) * 1e-6
+                for group, each in zip(groups, expected, strict=True)
+            ]
+            # The longest first, to the server with the least.
+            dealt: list[list[list[_Asked]]] = [[] for _ in urls]
+            load = [0.0] * len(urls)
+            for i in sorted(range(len(groups)), key=lambda i: -tokens[i]):
+                server = load.index(min(load))
+                dealt[server].append(groups[i])
+                load[server] += tokens[i]
             async with asyncio.TaskGroup() as tasks:
                 for url, groups in zip(urls, dealt, strict=True):
                     if groups:
@@ -135,23 +147,6 @@ class SlimeGenerate:
             for each in asked:
                 if not each.result.done():
                     each.result.set_exception(failures.exceptions[0])
-
-    def _dealt(
-        self, groups: list[list[_Asked]], num_servers: int
-    ) -> list[list[list[_Asked]]]:
-        """The groups of each server: the longest first, to the one with the least."""
-        expected = self.history.expecting(map(_for_server, groups))
-        tokens = [
-            len(group) * (each.expected_tokens or 0.0) + len(group) * 1e-6
-            for group, each in zip(groups, expected, strict=True)
-        ]
-        dealt: list[list[list[_Asked]]] = [[] for _ in range(num_servers)]
-        load = [0.0] * num_servers
-        for i in sorted(range(len(groups)), key=lambda i: -tokens[i]):
-            server = load.index(min(load))
-            dealt[server].append(groups[i])
-            load[server] += tokens[i]
-        return dealt
 
     async def _run(self, url: str, groups: list[list[_Asked]]) -> None:
         client = RolloutClient(url, self._api_key, self.history)

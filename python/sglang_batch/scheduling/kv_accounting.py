@@ -192,7 +192,12 @@ class KvAccounting:
             if request.work is not None:
                 request.work.decodes(request, -1)
             self._count_last_step(request, -1)
-            self._cancel_overrun(request)
+            requests = self._overruns.get(request.overrun_at)
+            if requests is not None:
+                del requests[request]
+                if not requests:
+                    del self._overruns[request.overrun_at]
+            request.overrun_at = -1
         elif request.decoding:
             self.num_complete -= 1
 
@@ -356,14 +361,6 @@ class KvAccounting:
         if overrun_at < request.last:
             request.overrun_at = overrun_at
             self._overruns.setdefault(overrun_at, {})[request] = None
-
-    def _cancel_overrun(self, request: ScheduledRequest) -> None:
-        requests = self._overruns.get(request.overrun_at)
-        if requests is not None:
-            del requests[request]
-            if not requests:
-                del self._overruns[request.overrun_at]
-        request.overrun_at = -1
 
     def _join_forecast(self, request: ScheduledRequest) -> None:
         now, steps = self.clock, request.steps_done(self.clock)

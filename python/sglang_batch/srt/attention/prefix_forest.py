@@ -66,19 +66,16 @@ class PrefixForestBuilder:
         same = decodes and reqs == self._reqs
         if last is not None and same and np.array_equal(last.table_row, rows):
             return last
-        groups = self._find(reqs, rows)
-        self._reqs = list(reqs)
-        self._groups = groups if decodes else None
-        return groups
-
-    def _find(self, reqs: list[Req], rows: Int32s) -> PrefixForest:
         index: dict[NodeKey, int] = {}
         parent: list[int] = []
         end: list[int] = []
         nodes = [self._node_of(req, index, parent, end) for req in reqs]
         nodes += [-1] * (len(rows) - len(reqs))
         forest = (np.array(each, np.int32) for each in (nodes, parent, end))
-        return PrefixForest(rows, *forest)
+        groups = PrefixForest(rows, *forest)
+        self._reqs = list(reqs)
+        self._groups = groups if decodes else None
+        return groups
 
     def _node_of(
         self, req: Req, index: dict[NodeKey, int], parent: list[int], end: list[int]

@@ -136,26 +136,22 @@ def fetch_release(asked: str, folder: Path) -> Release:
         with zipfile.ZipFile(asked) as wheel:
             wheel.extractall(folder)
     elif asked[:1].isdigit() and not Path(asked).exists():
-        _download(asked, folder)
+        command = [sys.executable, "-m", "pip", "install"]
+        if uv := shutil.which("uv"):
+            command = [uv, "pip", "install", "--python", sys.executable]
+        # Only wheels: building one would run code of the release.
+        command += ["--quiet", "--no-deps", "--only-binary", ":all:"]
+        command += ["--target", str(folder), f"sglang=={asked}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            said = " ".join(done.stderr.split())[-300:]
+            raise ServerError(
+                f"sglang {asked} could not be fetched: {said}; give a version for this "
+                "Python (`pip index versions sglang` lists them), or the path of a wheel."
+            )
     found = next(iter(distributions(name="sglang", path=[str(folder)])), None)
     if found is None:
         raise ConfigError(
             f"{asked} is neither a wheel of SGLang nor a version such as 0.5.22; give one."
         )
     return Release(folder, found.version)
-
-
-def _download(asked: str, folder: Path) -> None:
-    command = [sys.executable, "-m", "pip", "install"]
-    if uv := shutil.which("uv"):
-        command = [uv, "pip", "install", "--python", sys.executable]
-    # Only wheels: building one would run code of the release.
-    command += ["--quiet", "--no-deps", "--only-binary", ":all:"]
-    command += ["--target", str(folder), f"sglang=={asked}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        said = " ".join(done.stderr.split())[-300:]
-        raise ServerError(
-            f"sglang {asked} could not be fetched: {said}; give a version for this Python "
-            "(`pip index versions sglang` lists them), or the path of a wheel."
-        )

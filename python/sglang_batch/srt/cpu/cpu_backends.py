@@ -33,7 +33,16 @@ def make_backend(model_runner: Any) -> TorchNativeAttnBackend:
     """SGLang's backend where it is right, and ours where it is not."""
     model = model_runner.model_config
     if model_runner.use_mla_backend:
-        _attend_latents()
+        # Latent attention reads the latents of a prompt, as that of decodes does: SGLang's
+        # ``torch_native`` attention takes the latents in the pool for expanded KV.
+        from sglang.srt.models.deepseek_common import (
+            attention_backend_handler as handlers,
+        )
+
+        for name in NAMES:
+            handlers.AttentionBackendRegistry.register(
+                name, lambda *_: handlers.AttnForwardMethod.MLA
+            )
     for layers, functions in (
         (hybrid_arch.hybrid_gdn_config(model), _DELTA_NETS),
         (hybrid_arch.hybrid_kda_config(model), _KIMI_LAYERS),
@@ -48,19 +57,6 @@ def make_backend(model_runner: Any) -> TorchNativeAttnBackend:
     if more or getattr(model.hf_text_config, "attn_logit_softcapping", None):
         return CpuAttention(model_runner)
     return FastAttention(model_runner)
-
-
-def _attend_latents() -> None:
-    """Have latent attention read the latents of a prompt, as that of decodes does.
-
-    SGLang's ``torch_native`` attention takes the latents in the pool for expanded KV.
-    """
-    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
-
-    for name in NAMES:
-        handlers.AttentionBackendRegistry.register(
-            name, lambda *_: handlers.AttnForwardMethod.MLA
-        )
 
 
 def register() -> None:

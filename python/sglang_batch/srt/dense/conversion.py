@@ -83,10 +83,26 @@ def dense_request(
     if grammar is not None and message.require_reasoning:
         asked.append(f"{grammar[0]} after reasoning")
     _refuse(asked)
+    custom = params.custom_params
+    rules = custom.get(FIELD) if isinstance(custom, dict) else None
+    most = longest if params.max_new_tokens is None else params.max_new_tokens
+    most = max(1, min(most, longest))  # none: its one token is dropped
+    stops = frozenset(params.stop_token_ids or ())
+    stopping = Stopping(
+        max_new_tokens=most,
+        min_new_tokens=min(params.min_new_tokens, most),
+        ignore_eos=params.ignore_eos,
+        token_ids=frozenset() if params.ignore_eos else end_ids | stops,
+        strings=tuple(params.stop_strs or ()),
+        regexes=tuple(params.stop_regex_strs or ()),
+        rules=NO_RULES if rules is None else StopRules.from_text(rules),
+        skip_special_tokens=params.skip_special_tokens,
+        reasoning_end=tuple(reasoning_end),
+    )
     return DenseRequest(
         rid=message.rid,
         input_ids=list(message.input_ids),
-        stopping=_stopping(params, longest, end_ids, reasoning_end),
+        stopping=stopping,
         sampling=_sampling(params, grammar, message.rid),
         logprobs=_logprobs_wanted(message),
     )
@@ -130,29 +146,6 @@ def embedding_output(
         placeholder_tokens_idx=None,
         placeholder_tokens_val=None,
         retraction_counts=[0],
-    )
-
-
-def _stopping(
-    params: Any, longest: int, end_ids: frozenset[int], reasoning_end: Sequence[int]
-) -> Stopping:
-    custom = params.custom_params
-    rules = custom.get(FIELD) if isinstance(custom, dict) else None
-    asked = longest if params.max_new_tokens is None else params.max_new_tokens
-    most = max(1, min(asked, longest))  # none: its one token is dropped
-    ends = frozenset() if params.ignore_eos else end_ids
-    if not params.ignore_eos:
-        ends |= frozenset(params.stop_token_ids or ())
-    return Stopping(
-        max_new_tokens=most,
-        min_new_tokens=min(params.min_new_tokens, most),
-        ignore_eos=params.ignore_eos,
-        token_ids=ends,
-        strings=tuple(params.stop_strs or ()),
-        regexes=tuple(params.stop_regex_strs or ()),
-        rules=NO_RULES if rules is None else StopRules.from_text(rules),
-        skip_special_tokens=params.skip_special_tokens,
-        reasoning_end=tuple(reasoning_end),
     )
 
 

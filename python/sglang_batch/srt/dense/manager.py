@@ -200,7 +200,14 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 await self._finish(message, answer)
             except Exception as error:
                 logger.exception("Request %s has an answer that cannot be given", rid)
-                self._note_spent(message, answer)
+                # Its tokens are noted at the request.
+                if (state := self.rid_to_state.get(rid)) is not None:
+                    report = {
+                        "prompt_tokens": len(message.input_ids),
+                        "cached_tokens": answer.cached_tokens,
+                        "completion_tokens": len(answer.output_ids),
+                    }
+                    setattr(state.obj, SPENT, {"meta_info": report})
                 self._give_up(rid, FINISH_ABORT(f"{error}", 500).to_json())
 
     async def _finish(self, message: Message, answer: DenseAnswer) -> None:
@@ -214,17 +221,6 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
         )
         text = self._detokenizer.handle_batch_token_id_out(found)
         await self._handle_batch_output(text)
-
-    def _note_spent(self, message: Message, answer: DenseAnswer) -> None:
-        """Note the tokens of an answer that cannot be given, at its request."""
-        state = self.rid_to_state.get(message.rid)
-        if state is not None:
-            report = {
-                "prompt_tokens": len(message.input_ids),
-                "cached_tokens": answer.cached_tokens,
-                "completion_tokens": len(answer.output_ids),
-            }
-            setattr(state.obj, SPENT, {"meta_info": report})
 
     def _give_up(self, rid: str, reason: dict[str, Any] | None = None) -> None:
         self._result_dispatcher(AbortReq(rid=rid, finished_reason=reason))

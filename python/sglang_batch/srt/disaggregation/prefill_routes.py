@@ -55,9 +55,6 @@ class DecodeServers:
         elif call.action == calls.CLOSE and call.job_id in jobs:
             jobs.discard(call.job_id)
             await engine.close_job(call.job_id)
-        await self._close_silent(engine)
-
-    async def _close_silent(self, engine: SGLangEngine) -> None:
         for sender, heard in list(self._heard.items()):
             if time.monotonic() - heard > calls.SILENCE_S:
                 del self._heard[sender]

@@ -85,7 +85,15 @@ class ServingEndpoints:
             Exception: this model cannot serve the endpoint.
         """
         if url in _NATIVE:
-            native = _native_request(body)
+            known = GenerateReqInput.__dataclass_fields__
+            for name in body:
+                if name not in known:
+                    problem = "there is no such field"
+                    raise FieldError(name[:100], problem, "unknown_parameter")
+            if body.get("stream"):
+                raise FieldError("stream", "the answers of a job are not streamed")
+            given = bodies.without_nulls(body)
+            native = _type_adapter(GenerateReqInput).validate_python(given)
             bodies.check_native(body)
             keep((native, None))
             return self._generate(native)
@@ -128,28 +136,25 @@ _SERVING_CLASSES = {
 }
 
 
-def _native_request(body: JsonObject) -> GenerateReqInput:
-    """A body of ``/generate``, with the types that it has online.
-
-    Raises:
-        ValueError: a field is unknown or of another type.
-    """
-    known = GenerateReqInput.__dataclass_fields__
-    for name in body:
-        if name not in known:
-            raise FieldError(name[:100], "there is no such field", "unknown_parameter")
-    if body.get("stream"):
-        raise FieldError("stream", "the answers of a job are not streamed")
-    given = bodies.without_nulls(body)
-    native: GenerateReqInput = _type_adapter(GenerateReqInput).validate_python(given)
-    return native
-
-
 def _serve_function(
     url: str, manager: TokenizerManager, templates: TemplateManager
 ) -> Serve:
     if url == "/v1/responses":
-        return _responses(manager, templates)
+        from sglang.srt.entrypoints.openai.serving_responses import (
+            OpenAIServingResponses,
+        )
+
+        # Without a tool server: results of its built-in tools are no part of a batch.
+        responses = make_strict(
+            OpenAIServingResponses(
+                manager, templates, enable_prompt_tokens_details=True
+            )
+        )
+        # A store would keep every answer of a batch in memory. Without it "store" has no
+        # effect, and "background" and "previous_response_id" are refused, as online.
+        responses.enable_response_store = False
+        serve: Serve = responses.create_responses
+        return serve
     if url == bodies.MESSAGES_URL:
         from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
 
@@ -160,34 +165,13 @@ def _serve_function(
     if url == TRANSCRIPTIONS_URL:
         handler = make_strict(transcriptions.serving_class(manager))
         return lambda body: _serve(handler, transcriptions.request_of(body))
-    return partial(_serve, _handler(url, manager, templates))
-
-
-def _responses(manager: TokenizerManager, templates: TemplateManager) -> Serve:
-    from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
-
-    # Without a tool server: the results of its built-in tools are no part of a batch.
-    handler = make_strict(
-        OpenAIServingResponses(manager, templates, enable_prompt_tokens_details=True)
-    )
-    # A store would keep every answer of a batch in memory. Without it "store" has no
-    # effect, and "background" and "previous_response_id" are refused, as online.
-    handler.enable_response_store = False
-    serve: Serve = handler.create_responses
-    return serve
-
-
-def _handler(
-    url: str, manager: TokenizerManager, templates: TemplateManager
-) -> OpenAIServingBase:
     if url == "/v1/chat/completions":
         kind = manager.serving_chat_class
     else:
         module, name = _SERVING_CLASSES[url]
         kind = getattr(import_module(f"{_SERVING}_{module}"), name)
     arguments = (manager,) if url == "/v1/score" else (manager, templates)
-    handler: OpenAIServingBase = make_strict(kind(*arguments))
-    return handler
+    return partial(_serve, make_strict(kind(*arguments)))
 
 
 async def _serve(

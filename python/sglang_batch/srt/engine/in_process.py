@@ -27,7 +27,7 @@ from ...errors import ConfigError, SGLangBatchError
 from ...request import BatchRequestInput, RequestOutput
 from ..compat.offline_hooks import enter
 from ..compat.server_types import EngineRequest, JsonObject, OfflineArgs
-from .sglang_engine import Prepared, SGLangEngine, text_token_ids
+from .sglang_engine import SGLangEngine, text_token_ids
 
 
 def parse_server_args(argv: list[str]) -> OfflineArgs:
@@ -191,20 +191,7 @@ class Renderer:
                 self._manager._validate_one_request(one, prompt)
         except ValueError as error:
             return str(error)
-        return self._with_lengths(prepared, each[0].sampling_params, prompts)
-
-    def _prompt(self, one: EngineRequest) -> list[int]:
-        if one.input_ids:
-            return list(cast("list[int]", one.input_ids))
-        if self._manager.tokenizer is None:
-            raise ValueError("text cannot be rendered with --skip-tokenizer-init")
-        # A pair for a cross-encoder comes as a list of one.
-        text = one.text[0] if isinstance(one.text, list) else cast("str", one.text)
-        return text_token_ids(self._manager.tokenizer, text)
-
-    def _with_lengths(
-        self, prepared: Prepared, sampling: Any, prompts: list[list[int]]
-    ) -> RenderedRequest:
+        sampling: Any = each[0].sampling_params
         if not isinstance(prepared.adapted, EmbeddingReqInput):
             prompts = prompts * (sampling.get("n") or 1)
         asked = prepared.max_new_tokens
@@ -218,6 +205,15 @@ class Renderer:
             prepared.adapter,
             prepared.namespace,
         )
+
+    def _prompt(self, one: EngineRequest) -> list[int]:
+        if one.input_ids:
+            return list(cast("list[int]", one.input_ids))
+        if self._manager.tokenizer is None:
+            raise ValueError("text cannot be rendered with --skip-tokenizer-init")
+        # A pair for a cross-encoder comes as a list of one.
+        text = one.text[0] if isinstance(one.text, list) else cast("str", one.text)
+        return text_token_ids(self._manager.tokenizer, text)
 
 
 class _RenderingManager(TokenizerManager):  # type: ignore[misc]

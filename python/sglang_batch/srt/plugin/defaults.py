@@ -163,7 +163,15 @@ def _said_in_one_line(server_args: ServerArgs) -> Iterator[None]:
 def _check_model(server_args: ServerArgs, previous: ResolutionStep) -> None:
     tiers.check_model(model_config_of(server_args), hybrid_swa_disabled=True)
     if tiers.keeps_states(model_config_of(server_args)):
-        _keep_states_anywhere(server_args)
+        # States are kept wherever a prompt is cut, and not at multiples of a few dozen
+        # tokens, where hardly a prefix ends.
+        view = resolving_view(server_args)
+        check_states_anywhere(view.mamba_radix_cache_strategy, view.page_size)
+        _declare(
+            server_args,
+            mamba_radix_cache_strategy="no_buffer",
+            disable_overlap_schedule=True,
+        )
     previous(server_args)
     resolved = resolving_view(server_args)
     support.check_supported(
@@ -177,18 +185,6 @@ def _check_model(server_args: ServerArgs, previous: ResolutionStep) -> None:
         tiers.check_sent_whole(tier.without_offloading(*support.found_limits(resolved)))
     if drafts := resolved.speculative_algorithm:
         tiers.check_drafts(model_config_of(server_args), drafts, resolved.pp_size)
-
-
-def _keep_states_anywhere(server_args: ServerArgs) -> None:
-    """Have the states of a recurrent model kept wherever a prompt is cut, and not at multiples
-    of a few dozen tokens, where hardly a prefix ends."""
-    view = resolving_view(server_args)
-    check_states_anywhere(view.mamba_radix_cache_strategy, view.page_size)
-    _declare(
-        server_args,
-        mamba_radix_cache_strategy="no_buffer",
-        disable_overlap_schedule=True,
-    )
 
 
 def check_states_anywhere(strategy: str, page_size: int | None) -> None:

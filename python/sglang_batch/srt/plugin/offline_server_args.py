@@ -197,21 +197,6 @@ def ours(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
         yield name, TRANSFER_BACKEND
 
 
-def _cut_prompts(values: dict[str, Any]) -> None:
-    """Take SGLang's default size where prompts must not be cut, as evaluation harnesses ask.
-
-    A plan fills every step, and answers do not depend on the size.
-    """
-    size = values.get("chunked_prefill_size")
-    if isinstance(size, int) and size <= 0:
-        logger.warning(
-            "--chunked-prefill-size %d has no effect with the offline scheduler, which "
-            "fills every step; SGLang's default size is used.",
-            size,
-        )
-        values["chunked_prefill_size"] = None
-
-
 def _activate(values: dict[str, Any]) -> None:
     from ...server.webhooks import read_endpoints
     from ..compat import private_api
@@ -240,7 +225,16 @@ def _activate(values: dict[str, Any]) -> None:
     support.check_disaggregation(values, config)
     if config.scheduler == "offline":
         support.check_supported(values)
-        _cut_prompts(values)
+        # Evaluation harnesses ask for whole prompts. A plan fills every step, and answers do
+        # not depend on the size.
+        size = values.get("chunked_prefill_size")
+        if isinstance(size, int) and size <= 0:
+            logger.warning(
+                "--chunked-prefill-size %d has no effect with the offline scheduler, which "
+                "fills every step; SGLang's default size is used.",
+                size,
+            )
+            values["chunked_prefill_size"] = None
     enter_offline_main()
     if config.scheduler == "offline":
         private_api.check_private_api()

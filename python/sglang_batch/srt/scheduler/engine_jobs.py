@@ -191,7 +191,13 @@ class RequestRegistry:
             self._extend(job, plan)
         else:
             if job is not None:
-                self._retire(job)
+                # It was stopped, and is started again before its last requests left.
+                self._jobs.remove(job)
+                self._num_retired += 1
+                job.job_id = f"{job.job_id} (stopped, {self._num_retired})"
+                self._jobs.add(job)
+                self._closed.add(job.job_id)
+                self._drop_if_done(job)
             job = JobState(job_id, plan, self._page_size, self._engine.make_backlog)
             self._jobs.add(job)
             self._common.opened(job)
@@ -218,15 +224,6 @@ class RequestRegistry:
         job = self._jobs.get(job_id)
         if job is not None:
             self._jobs.set_priority(job, priority)
-
-    def _retire(self, job: JobState) -> None:
-        """Rename a stopped job that was started again before its last requests left."""
-        self._jobs.remove(job)
-        self._num_retired += 1
-        job.job_id = f"{job.job_id} (stopped, {self._num_retired})"
-        self._jobs.add(job)
-        self._closed.add(job.job_id)
-        self._drop_if_done(job)
 
     def close(self, job_id: str) -> None:
         """No more requests of a job will arrive. Those that are here continue."""

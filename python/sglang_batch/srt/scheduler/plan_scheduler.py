@@ -382,7 +382,12 @@ class PlanScheduler(SchedulerPart):
         if self._cache.supports_mamba():
             # Less may be cached than the plan counts on: not every node has a state.
             tokens += WORTH_A_STATE * len(step.choice.requests)
-            self._cache.step_ends = _step_ends(step)
+            # Where the prompts of the step end by the plan.
+            admitted = zip(step.choice.requests, step.choice.parts, strict=True)
+            ends = {each.req.rid: part.kept + part.tokens for each, part in admitted}
+            if (chunked := step.chunked) is not None and step.choice.chunk_tokens:
+                ends[chunked.rid] = chunked.extend_end + step.choice.chunk_tokens
+            self._cache.step_ends = ends
         rows = len(running_batch.reqs) if self._scheduler.is_mixed_chunk else 0
         limit = self._online.chunk_limit(step.online, running_batch)
         step_tokens = max(tokens, self._page_size) + rows
@@ -471,15 +476,3 @@ class PlanScheduler(SchedulerPart):
             job.done.prefilled(request, tokens, before, media)
         if req is not self._scheduler.chunked_req:
             self._micro_batches.starting.append(request)
-
-
-def _step_ends(step: _Step) -> dict[str, int]:
-    """Where the prompts of a step end by the plan, by the request's id."""
-    ends = {
-        request.req.rid: part.kept + part.tokens
-        for request, part in zip(step.choice.requests, step.choice.parts, strict=True)
-    }
-    if step.chunked is not None and step.choice.chunk_tokens:
-        chunked = step.chunked
-        ends[chunked.rid] = chunked.extend_end + step.choice.chunk_tokens
-    return ends

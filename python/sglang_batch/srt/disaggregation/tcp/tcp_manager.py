@@ -157,7 +157,20 @@ class TcpManager(CommonKVManager):  # type: ignore[misc]
     reports_transfer_latency = True
 
     def __init__(self, args: Any, *rest: Any) -> None:
-        _check_supported(args)
+        parallel = get_parallel()
+        kinds = ", ".join(str(kind.value) for kind in args.state_types)
+        for given, what in (
+            (args.state_types, f"a model that keeps {kinds} besides KV"),
+            (parallel.pp_size > 1, f"--pp-size {parallel.pp_size}"),
+            (parallel.attn_cp_size > 1, "attention context parallelism"),
+            (parallel.attn_dcp_size > 1, "decode context parallelism"),
+            (parallel.enable_kv_cache_sharding, "--enable-kv-cache-sharding"),
+        ):
+            if given:
+                raise EngineError(
+                    f"--disaggregation-transfer-backend tcp does not work with {what}; "
+                    "name another backend."
+                )
         super().__init__(args, *rest)
         self._kv_replica_factor = 1
         device = _device(args)
@@ -209,20 +222,3 @@ def _device(args: Any) -> str:
         f"--disaggregation-transfer-backend tcp does not copy KV from {device}; use it "
         "on CUDA devices or a CPU, or name another backend."
     )
-
-
-def _check_supported(args: Any) -> None:
-    parallel = get_parallel()
-    kinds = ", ".join(str(kind.value) for kind in args.state_types)
-    for given, what in (
-        (args.state_types, f"a model that keeps {kinds} besides KV"),
-        (parallel.pp_size > 1, f"--pp-size {parallel.pp_size}"),
-        (parallel.attn_cp_size > 1, "attention context parallelism"),
-        (parallel.attn_dcp_size > 1, "decode context parallelism"),
-        (parallel.enable_kv_cache_sharding, "--enable-kv-cache-sharding"),
-    ):
-        if given:
-            raise EngineError(
-                f"--disaggregation-transfer-backend tcp does not work with {what}; "
-                "name another backend."
-            )

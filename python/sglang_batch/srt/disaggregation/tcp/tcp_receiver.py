@@ -166,9 +166,20 @@ class Listener(socketserver.ThreadingTCPServer):
         try:
             frames.prepare_socket(connection)
             reader = FrameReader(connection)
-            sender = self._greet(reader)
-            while self._receive(reader):
-                pass
+            hello, _ = reader.read() or (None, None)
+            if not isinstance(hello, Hello):
+                raise BrokenFrame("it does not begin with HELLO")
+            if not secrets.compare_digest(hello.secret.encode(), self.secret.encode()):
+                raise BrokenFrame("it does not know the secret of this decode rank")
+            sender = hello.bootstrap_addr
+            while (frame := reader.read()) is not None:
+                description, payload = frame
+                if isinstance(description, Pages):
+                    self._destinations.write(description, payload)
+                elif isinstance(description, Hello):
+                    raise BrokenFrame("HELLO came within a connection")
+                elif self._destinations.finish(description, payload):
+                    self._on_done(description)
         except (BrokenFrame, OSError) as error:
             reason = str(error)
         except Exception as error:
@@ -178,28 +189,6 @@ class Listener(socketserver.ThreadingTCPServer):
             logger.warning("A connection from %s was refused: %s", peer, reason)
             return
         self._on_lost(sender, reason)
-
-    def _greet(self, reader: FrameReader) -> str:
-        """The bootstrap address of a sender that knows our secret."""
-        hello, _ = reader.read() or (None, None)
-        if not isinstance(hello, Hello):
-            raise BrokenFrame("it does not begin with HELLO")
-        if not secrets.compare_digest(hello.secret.encode(), self.secret.encode()):
-            raise BrokenFrame("it does not know the secret of this decode rank")
-        return hello.bootstrap_addr
-
-    def _receive(self, reader: FrameReader) -> bool:
-        frame = reader.read()
-        if frame is None:
-            return False
-        description, payload = frame
-        if isinstance(description, Pages):
-            self._destinations.write(description, payload)
-        elif isinstance(description, Hello):
-            raise BrokenFrame("HELLO came within a connection")
-        elif self._destinations.finish(description, payload):
-            self._on_done(description)
-        return True
 
 
 # A prefill server that cannot work with this decode server, until its requests failed.

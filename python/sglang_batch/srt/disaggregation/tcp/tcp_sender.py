@@ -8,7 +8,6 @@ import queue
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -93,10 +92,13 @@ class Link:
     def _send(self, connection: socket.socket, chunk: Chunk) -> None:
         for event in chunk.after:
             event.synchronize()
-        for first, rows in self._parts(chunk):
+        most_bytes = min(FRAME_BYTES, frames.MAX_PAYLOAD)
+        most = max(1, most_bytes // max(1, self._kv.row_bytes))
+        for start in range(0, len(chunk.rows), most):
             if not self.manager.is_live(chunk.room):
                 return
-            pages = Pages(chunk.room, first, len(rows))
+            rows = chunk.rows[start : start + most]
+            pages = Pages(chunk.room, chunk.first + start, len(rows))
             self.sent_bytes += frames.send_frame(connection, pages, self._kv.read(rows))
         # The pages of a request that was given up may belong to another one by now, so
         # it must not end as if they were right.
@@ -106,13 +108,6 @@ class Link:
         aux = self.manager.aux.read(np.array([chunk.aux_row]))
         frames.send_frame(connection, done, aux)
         self.manager.sent(chunk.room)
-
-    def _parts(self, chunk: Chunk) -> Iterator[tuple[int, Indices]]:
-        most = max(
-            1, min(FRAME_BYTES, frames.MAX_PAYLOAD) // max(1, self._kv.row_bytes)
-        )
-        for start in range(0, len(chunk.rows), most):
-            yield chunk.first + start, chunk.rows[start : start + most]
 
     def _watch(self) -> None:
         """Notice the end of the connection while there is nothing to send."""

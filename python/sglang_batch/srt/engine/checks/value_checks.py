@@ -310,7 +310,13 @@ def check_value(
                     raise FieldError(name, wrong)
                 last = each
         case OfTokens.BIASES:
-            _check_biases(name, value)
+            if not isinstance(value, dict):
+                wrong = f"{short(value)} is not an object"
+                raise FieldError(name, wrong, "invalid_type")
+            for key, bias in value.items():
+                if not isinstance(key, str) or not (key.isascii() and key.isdecimal()):
+                    raise FieldError(name, f"{short(key)} is not a token id")
+                _check_real(name, bias, -_MAX_BIAS, _MAX_BIAS, False)
         case Text(check):
             for each in _each(value):
                 if problem := check(each):
@@ -364,15 +370,6 @@ def _check_ids(name: str, value: Any, vocab_size: int | None) -> None:
     raise FieldError(
         name, f"{short(wrong)} is not a token id; ids are 0 to {limit - 1}"
     )
-
-
-def _check_biases(name: str, value: Any) -> None:
-    if not isinstance(value, dict):
-        raise FieldError(name, f"{short(value)} is not an object", "invalid_type")
-    for key, bias in value.items():
-        if not isinstance(key, str) or not (key.isascii() and key.isdecimal()):
-            raise FieldError(name, f"{short(key)} is not a token id")
-        _check_real(name, bias, -_MAX_BIAS, _MAX_BIAS, False)
 
 
 def short(value: object) -> str:

@@ -104,14 +104,11 @@ def can_offload(req: Req) -> bool:
         or req.return_indexer_topk
         or req.kv.holds_mamba
     )
-    return not own_state and _is_quiet(req)
-
-
-def _is_quiet(req: Req) -> bool:
     # A running request has KV of all tokens but the last one, which is the input of
     # the next step. A forward in flight has KV of that one already.
     return (
-        not req.finished()
+        not own_state
+        and not req.finished()
         and req.to_finish is None
         and req.inflight_middle_chunks <= 0
         and len(req.output_ids) > 0

@@ -231,6 +231,7 @@ def test_a_job_of_embeddings_is_answered_in_order(
     done = run(*options, "--max-total-tokens=512")
     summary = json.loads(done.stdout.splitlines()[-1])
     assert (summary["completed"], summary["failed"]) == (len(texts) - 1, 1)
+    assert summary["truncated"] == 0 and "raise max_tokens" not in done.stdout
     found = [json.loads(line) for line in output.read_text().splitlines()]
     assert [line["custom_id"] for line in found] == [str(i) for i in range(len(texts))]
     assert found[7]["response"]["status_code"] == 400

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from sglang.srt.entrypoints.openai.encoding_dsv32 import DS32EncodingError
 
 from ...batch_api.message_batches import error_type
-from ...batch_api.protocol import error_body
+from ...batch_api.protocol import ENDPOINTS, error_body
 from ...batch_api.stop_rules import REASON_KEY
 from ...request import Cuts, RequestOutput, Usage, Work
 from ..compat.server_types import EngineAnswer, JsonObject
@@ -120,7 +120,9 @@ def output_of(
             output_tokens=usage.completion_tokens or 0,
             reasoning_tokens=usage.reasoning_tokens or 0,
         )
-    cuts = sum(map(_cut, chain.from_iterable(map(_reports, engine_answers))), Cuts())
+    # SGLang says of vectors and scores that they have reached their limit, of no tokens.
+    cut = engine_answers if url not in ENDPOINTS or ENDPOINTS[url].generates else ()
+    cuts = sum(map(_cut, chain.from_iterable(map(_reports, cut))), Cuts())
     return RequestOutput(200, rid, _json(answer), counted, cuts=cuts, work=work)
 
 

@@ -19,7 +19,7 @@ import msgspec
 from ..errors import ApiError
 from ..request import as_one_line, json_line
 from . import protocol as api
-from .lines import LineError, ResultLine, ResultResponse, decode_envelope
+from .lines import LineError, ResultLine, decode_envelope
 from .objects import Row, result_files
 
 # Clients of this API cannot set the metadata of a batch, so its row keeps values there
@@ -293,11 +293,18 @@ def _with_rejected(
 
 def _result_of(line: ResultLine) -> bytes:
     result: dict[str, Any]
-    if line.response is not None:
-        if line.response.status_code < 400:
-            result = {"type": "succeeded", "message": line.response.body}
-        else:
-            result = {"type": "errored", "error": _error_of(line.response)}
+    if (response := line.response) is not None and response.status_code < 400:
+        result = {"type": "succeeded", "message": response.body}
+    elif response is not None:  # with an error body of any API
+        body = msgspec.json.decode(response.body)
+        error = body.get("error") if isinstance(body, dict) else None
+        found = error if isinstance(error, dict) else {}
+        message = str(found.get("message") or "The request failed.")
+        shown = error_body(message, response.status_code, response.request_id)
+        # Some types are SGLang's own, unknown to Anthropic's clients.
+        if found.get("type") in ERROR_TYPES:
+            shown["error"]["type"] = found["type"]
+        result = {"type": "errored", "error": shown}
     else:
         code = "" if line.error is None else line.error.code
         result = {"type": _UNRUN_TYPES.get(code, "errored")}
@@ -305,19 +312,6 @@ def _result_of(line: ResultLine) -> bytes:
             message = "" if line.error is None else line.error.message
             result["error"] = error_body(message, 500)
     return _encode(line.custom_id, result)
-
-
-def _error_of(response: ResultResponse) -> dict[str, Any]:
-    """The error of a request that ran, from an error body of any API."""
-    body = msgspec.json.decode(response.body)
-    error = body.get("error") if isinstance(body, dict) else None
-    found = error if isinstance(error, dict) else {}
-    message = str(found.get("message") or "The request failed.")
-    shown = error_body(message, response.status_code, response.request_id)
-    # Some types are SGLang's own, unknown to Anthropic's clients.
-    if found.get("type") in ERROR_TYPES:
-        shown["error"]["type"] = found["type"]
-    return shown
 
 
 def _encode(custom_id: str | None, result: dict[str, Any]) -> bytes:

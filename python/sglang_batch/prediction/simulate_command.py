@@ -32,14 +32,28 @@ def simulate(options: argparse.Namespace) -> int:
     check_choice(options)
     if options.lengths:
         options.job = lengths_job(options.lengths)
-    if options.choose:
-        return _choose(options)
+    job: SyntheticJob = options.job
     name, config = _config(options)
+    if options.choose:
+        servers = boxes(options, DEFAULT_HARDWARE)
+        count = partial(_counted, options, config)
+        # Densities of synthetic jobs are those of one device.
+        one = step_costs(count(), servers[0].hardware, Parallelism())
+        workload = job.make(options.num_requests, options.seed, one)
+        return choose(
+            options,
+            job=f"{job.title}, {len(workload.requests):,} requests, {name}",
+            command=f"sglang-batch run -i INPUT --model-path {options.model_path or 'MODEL'}",
+            requests=workload.requests,
+            config=config,
+            count=count,
+            boxes=servers,
+            output_len=workload.output_len,
+        )
     model = _counted(options, config)
     device = named_device(options, options.hardware or DEFAULT_HARDWARE)
     machine = make_machine(options, model, device, paper_costs=options.paper_costs)
     policies = progress(options.policies)
-    job: SyntheticJob = options.job
     workload = job.make(options.num_requests, options.seed, machine.cost)
     found = forecast(
         workload.requests,
@@ -67,27 +81,6 @@ def simulate(options: argparse.Namespace) -> int:
         gpu_price=options.price_per_gpu_hour,
     )
     return show(report, options)
-
-
-def _choose(options: argparse.Namespace) -> int:
-    name, config = _config(options)
-    servers = boxes(options, DEFAULT_HARDWARE)
-
-    count = partial(_counted, options, config)
-    # Densities of synthetic jobs are those of one device.
-    one = step_costs(count(), servers[0].hardware, Parallelism())
-    job: SyntheticJob = options.job
-    workload = job.make(options.num_requests, options.seed, one)
-    return choose(
-        options,
-        job=f"{job.title}, {len(workload.requests):,} requests, {name}",
-        command=f"sglang-batch run -i INPUT --model-path {options.model_path or 'MODEL'}",
-        requests=workload.requests,
-        config=config,
-        count=count,
-        boxes=servers,
-        output_len=workload.output_len,
-    )
 
 
 def _config(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:

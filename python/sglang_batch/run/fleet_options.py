@@ -199,29 +199,25 @@ def engine_options(options: argparse.Namespace, argv: list[str]) -> EngineOption
     if options.workers is not None:
         if options.ray is not None:
             raise ConfigError("--ray and --workers are two fleets; choose one.")
-        return WorkerOptions(
-            **shared, urls=_urls(options.workers), api_key=options.workers_key
-        )
+        names = (url.strip().rstrip("/") for url in options.workers.split(","))
+        urls = tuple(filter(None, names))
+        twice = next((url for url in urls if urls.count(url) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"--workers names {twice} twice.")
+        good = ("http://", "https://")
+        wrong = next((url for url in urls if not url.startswith(good)), None)
+        if wrong is not None or not urls:
+            raise ConfigError(
+                f"--workers {wrong or options.workers!r} is not the URL of a server; use "
+                "URLs such as http://10.0.0.2:30000, with commas between them."
+            )
+        return WorkerOptions(**shared, urls=urls, api_key=options.workers_key)
     if options.ray is None:
         return EngineOptions(**shared)
     fleet = RayFleet(options.ray, *_engines(options.engines or "1"))
     return RayOptions(
         **shared, fleet=fleet, resources=_resources(options.ray_resources)
     )
-
-
-def _urls(text: str) -> tuple[str, ...]:
-    urls = tuple(url.strip().rstrip("/") for url in text.split(",") if url.strip())
-    twice = next((url for url in urls if urls.count(url) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"--workers names {twice} twice.")
-    wrong = next((u for u in urls if not u.startswith(("http://", "https://"))), None)
-    if wrong is not None or not urls:
-        raise ConfigError(
-            f"--workers {wrong or text!r} is not the URL of a server; use URLs such as "
-            "http://10.0.0.2:30000, with commas between them."
-        )
-    return urls
 
 
 def _not_here() -> Any:

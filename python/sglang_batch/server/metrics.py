@@ -100,7 +100,15 @@ class BatchMetrics:
             self._newest_seq,
             list(self._active),
         )
-        self._count_retries()
+        # The retries and webhooks of this process, which are not in the store.
+        runner = self._service.runner
+        num_retries = 0 if runner is None else runner.num_retries
+        self._add("line_retries", num_retries - self._num_retries)
+        self._num_retries = num_retries
+        attempts = runner.webhooks.attempts.copy() if runner else self._webhooks
+        for outcome, number in (attempts - self._webhooks).items():
+            self._add("webhook_attempts", number, outcome)
+        self._webhooks = attempts
         publishing = self._publisher.acquire("metrics") is None
         await in_thread(self._usage.sample, store, publishing)
         # Counters leave out whatever happened before the server started.
@@ -140,17 +148,6 @@ class BatchMetrics:
         """Seconds until a batch is done, or 0 if unknown."""
         rate = self._service.history.rate(row["id"])
         return 0.0 if rate is None else rate.eta_s or 0.0
-
-    def _count_retries(self) -> None:
-        """Count the retries and webhooks of this process, which are not in the store."""
-        runner = self._service.runner
-        num_retries = 0 if runner is None else runner.num_retries
-        self._add("line_retries", num_retries - self._num_retries)
-        self._num_retries = num_retries
-        attempts = runner.webhooks.attempts.copy() if runner else self._webhooks
-        for outcome, number in (attempts - self._webhooks).items():
-            self._add("webhook_attempts", number, outcome)
-        self._webhooks = attempts
 
     def _count(self, before: Row, row: Row) -> None:
         endpoint = row["endpoint"] if row["endpoint"] in api.ENDPOINTS else OTHER

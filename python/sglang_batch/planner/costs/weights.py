@@ -112,7 +112,20 @@ def _quantised(method: str, stored: Config) -> tuple[float, float, int]:
         each = _in_groups(stored["bits"], stored.get("group_size"))
         return each, each, 16
     if method == "compressed-tensors":
-        return _compressed(stored)
+        groups: Config = stored.get("config_groups") or {}
+        scheme: Config = next(iter(groups.values()), {})
+        weights = scheme.get("weights") or {}
+        bits, group = weights.get("num_bits"), weights.get("group_size")
+        if not bits:
+            raise UnknownQuantisation(
+                "quantization_config with quant_method='compressed-tensors' does not say "
+                "the bits of a weight; give weight_dtype."
+            )
+        each = _in_groups(bits, group)
+        if weights.get("type") == "float" and group:
+            each = bits + 8 / group
+        inputs = scheme.get("input_activations") or {}
+        return each, each, 8 if bits == inputs.get("num_bits") == 8 else 16
     if method == "quark":
         return _quark(stored)
     if method == "bitsandbytes" and stored and not stored.get("load_in_4bit"):
@@ -132,23 +145,6 @@ def _quantised(method: str, stored: Config) -> tuple[float, float, int]:
 def _in_groups(bits: float, group: int | None) -> float:
     """A group has a scale of 16 bits and a zero point."""
     return float(bits + ((16 + bits) / group if group and group > 0 else 0))
-
-
-def _compressed(stored: Config) -> tuple[float, float, int]:
-    groups: Config = stored.get("config_groups") or {}
-    scheme: Config = next(iter(groups.values()), {})
-    weights = scheme.get("weights") or {}
-    bits, group = weights.get("num_bits"), weights.get("group_size")
-    if not bits:
-        raise UnknownQuantisation(
-            "quantization_config with quant_method='compressed-tensors' does not say the "
-            "bits of a weight; give weight_dtype."
-        )
-    each = _in_groups(bits, group)
-    if weights.get("type") == "float" and group:
-        each = bits + 8 / group
-    inputs = scheme.get("input_activations") or {}
-    return each, each, 8 if bits == inputs.get("num_bits") == 8 else 16
 
 
 def _quark(stored: Config) -> tuple[float, float, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
@@ -99,7 +98,19 @@ def calibrate(
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     known = known_arguments("sglang", server_argv)
-    _check_one_engine(known)
+    if getattr(known, "dp_size", 1) > 1:
+        raise ConfigError(
+            f"--dp-size {known.dp_size}: replicas are alike, and one is measured; drop "
+            "the option."
+        )
+    mode = getattr(known, "disaggregation_mode", "null")
+    if mode != "null":
+        raise ConfigError(
+            f"--disaggregation-mode {mode}: an engine is measured that computes prompts "
+            "and decodes; drop the option."
+        )
+    if getattr(known, "is_embedding", False):
+        raise ConfigError("--is-embedding: an embedding model does not decode.")
     check_model(known)
     handle, name = tempfile.mkstemp(prefix="sglang-batch-calibrate-", suffix=".log")
     os.close(handle)
@@ -352,23 +363,6 @@ async def _median_step(
             "engine did not run them at the same time; give fewer --rows or --tokens."
         )
     return statistics.median(timed)
-
-
-def _check_one_engine(known: argparse.Namespace) -> None:
-    """Raise ConfigError for more than one engine, or one that does not decode."""
-    if getattr(known, "dp_size", 1) > 1:
-        raise ConfigError(
-            f"--dp-size {known.dp_size}: replicas are alike, and one is measured; drop "
-            "the option."
-        )
-    mode = getattr(known, "disaggregation_mode", "null")
-    if mode != "null":
-        raise ConfigError(
-            f"--disaggregation-mode {mode}: an engine is measured that computes prompts "
-            "and decodes; drop the option."
-        )
-    if getattr(known, "is_embedding", False):
-        raise ConfigError("--is-embedding: an embedding model does not decode.")
 
 
 # Prefixes in common run together, and no candidates are simulated.

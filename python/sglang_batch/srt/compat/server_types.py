@@ -112,6 +112,7 @@ class TokenizerManager(Protocol):
     served_model_name: str
     gracefully_exit: bool
     is_pause: bool
+    is_generation: bool
     elastic_worker_count: int  # DP ranks
     rid_to_state: Mapping[str, Any]
     context_len: int

@@ -259,9 +259,7 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
     def _converted(self, message: Message) -> DenseRequest:
         if isinstance(message, TokenizedEmbeddingReqInput):
             return embedding_request(message)
-        if isinstance(self._loaded, EmbeddingModel):
-            # SGLang has no check of this, and its scheduler would compute embeddings.
-            raise ValueError("This model makes embeddings and generates no text.")
+        assert not isinstance(self._loaded, EmbeddingModel), "it is refused before"
         longest = self.context_len
         if not self._loaded.is_encoder_decoder:  # whose answers have their own context
             longest -= len(message.input_ids)

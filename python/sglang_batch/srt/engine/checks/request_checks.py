@@ -15,6 +15,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.runtime_context import get_exec, get_observability
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -241,6 +242,9 @@ def create_message(
     Raises:
         ValueError: the request cannot be used.
     """
+    if isinstance(obj, GenerateReqInput) and not manager.is_generation:
+        # SGLang has no check of this. Its scheduler would compute a vector, or end.
+        raise ValueError("This model makes embeddings and generates no text.")
     try:
         message = original(manager, obj, *args, **kwargs)
     except _SHAPE_ERRORS as error:

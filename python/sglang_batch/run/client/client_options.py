@@ -99,11 +99,8 @@ def _command(
     epilog: str = "",
     module: str = "client_commands",
 ) -> argparse.ArgumentParser:
-    """Add a command with the options that all commands for servers have.
-
-    Args:
-        module: has a function of this name, which takes the client and the options.
-    """
+    """Add a command with the options that all commands for servers have. ``module`` has a
+    function of its name, which takes the client and the options."""
     title = description.partition(".")[0]
     parser = add_command(
         commands,

@@ -66,12 +66,24 @@ def test_answers_are_those_of_a_process_of_its_own(
     found = run(demo_model, ORDERS[order])
     for name, *answer in found["answers"]:
         if answer[0] == "blocking":
-            assert answer[1] == blocking, name
+            assert alike(answer[1], blocking), name
         else:
-            assert answer[0] == expected, name
+            for kind, one in expected.items():
+                assert alike(answer[0][kind], one), (name, kind)
             # Lists are planned, and so have ids of a job, on offline engines only.
             assert answer[1] == ([""] if name == "stock" else ["list_"]), name
     assert found["after"] == alone["after"]
+
+
+def alike(found: Any, expected: Any) -> bool:
+    """Whether values are the same, but for the last digit of log probabilities: their sums
+    have another order where other requests are in the step, on stock engines, too."""
+    if isinstance(expected, list):
+        pairs = zip(found, expected, strict=True)
+        return len(found) == len(expected) and all(alike(*pair) for pair in pairs)
+    if isinstance(expected, float):
+        return abs(found - expected) < 1.5e-3
+    return bool(found == expected)
 
 
 HOOKS_THAT_ASK_NOTHING = {

@@ -446,7 +446,7 @@ SECTIONS = (
     ),
     Section(
         "The CPU engine",
-        "Each request has 20 tokens of its own and a prefix that all share.",
+        "Requests of the decodes have 20 tokens of their own and a prefix that all share.",
         [("cpu_attention", ALL)],
     ),
     Section(

@@ -9,14 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .host_kernels import (
-    array,
-    as_float,
-    in_parts,
-    inlined,
-    jit,
-    negative_exp,
-)
+from .host_kernels import array, as_float, in_parts, inlined, jit, negative_exp
 
 # Most lanes of a block, and those of the widest vectors.
 LANES, _VECTOR = 128, 16
@@ -24,7 +17,7 @@ LANES, _VECTOR = 128, 16
 _TILE = 64
 _LOWEST = np.float32(-1e30)
 # Products of a query and a key that another thread is worth: some 100 us of work.
-_PART = 1 << 19
+_PART = 1 << 21
 # Indices of vectors are unsigned: numba lets signed ones count from the end.
 _ZERO, _ONE, _TWO, _THREE, _FOUR = (np.uint64(i) for i in range(5))
 _ROW, _ROW2, _ROW3 = (np.uint64(i * LANES) for i in (1, 2, 3))
@@ -32,6 +25,7 @@ _ROW, _ROW2, _ROW3 = (np.uint64(i * LANES) for i in (1, 2, 3))
 
 @inlined
 def _four(x, at):  # type: ignore[no-untyped-def]
+    """Four values from ``at`` on."""
     return (
         as_float(x[at]),
         as_float(x[at + _ONE]),
@@ -212,8 +206,8 @@ def attend_blocks(
         tokens: int64, places in q, each at most once.
         begin, end: int64 ``[n]``, positions that each token sees, one at least.
         scale: of the logits.
-        out: float32, shaped as q, overwritten. Where ``lse`` is not -inf, the attention to other tokens, with
-            which the result is merged.
+        out: float32, shaped as q, overwritten. Where ``lse`` is not -inf, the attention to other
+            tokens, with which the result is merged.
         lse: float32 ``[n, num_heads]``, natural logarithm of the sum of these tokens' weights,
             and then of all.
     """

@@ -15,7 +15,7 @@ from .host_kernels import array, as_float, in_parts, jit, negative_exp
 _TILE = 64
 _LOWEST = np.float32(-1e30)
 # Products of a query and a key that another thread is worth: some 100 us of work.
-_PART = 1 << 18
+_PART = 1 << 19
 
 
 @jit

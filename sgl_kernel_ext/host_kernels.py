@@ -108,7 +108,7 @@ def in_parts(
         inner = np.searchsorted(done, done[-1] * np.arange(1, number) / number).tolist()
     first, *others = pairwise([0, *inner, rows])
     calls = [threads(number - 1).submit(kernel, *given, *part) for part in others]
-    # This thread takes a part, too: to wake another one takes some 40 us.
+    # This thread takes a part, too: to wake another one takes time.
     kernel(*given, *first)
     for call in calls:
         call.result()

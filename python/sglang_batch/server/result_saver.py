@@ -264,32 +264,9 @@ async def finish(
     file_ids = await saver.until_written(lambda: _write(saver, requests, end))
     kept_s = row["output_expires_after"] or 86_400 * file_days
     await saver.save_counts()
-
-    def record_end() -> None:
-        """Record the result files and the final status in one transaction."""
-        with saver.store.atomic():
-            for name, file_id in file_ids.items():
-                if file_id is not None:
-                    filename = f"{row['id']}_{name}.jsonl"
-                    saver.store.record_file(
-                        file_id,
-                        filename,
-                        api.BATCH_OUTPUT_PURPOSE,
-                        kept_s,
-                        row["owner"],
-                    )
-            saver.store.transition(
-                row["id"],
-                (api.FINALIZING, api.CANCELLING),
-                end,
-                output_file_id=file_ids["output"],
-                error_file_id=file_ids["error"],
-                errors=errors,
-                paused_reason=None,
-                **{f"{end}_at": now()},
-            )
-
-    await saver.until_written(record_end, quick=True)
+    await saver.until_written(
+        lambda: _record_end(saver.store, row, end, file_ids, kept_s, errors), quick=True
+    )
     # Also a reason that the disk was too full for.
     saver.store.pause(saver.batch_id, None, api.ACTIVE_STATUSES)
     ended = saver.store.get_batch(saver.batch_id)
@@ -318,6 +295,37 @@ async def _begin_finalizing(saver: ResultSaver, end: str) -> Row:
     assert row is not None
     batch_changed(row)
     return row
+
+
+def _record_end(
+    store: BatchStore,
+    row: Row,
+    end: str,
+    file_ids: dict[str, str | None],
+    kept_s: int,
+    errors: str | None,
+) -> None:
+    """Record the result files and the final status in one transaction."""
+    with store.atomic():
+        for name, file_id in file_ids.items():
+            if file_id is not None:
+                store.record_file(
+                    file_id,
+                    f"{row['id']}_{name}.jsonl",
+                    api.BATCH_OUTPUT_PURPOSE,
+                    kept_s,
+                    row["owner"],
+                )
+        store.transition(
+            row["id"],
+            (api.FINALIZING, api.CANCELLING),
+            end,
+            output_file_id=file_ids["output"],
+            error_file_id=file_ids["error"],
+            errors=errors,
+            paused_reason=None,
+            **{f"{end}_at": now()},
+        )
 
 
 def _write(saver: ResultSaver, requests: BatchFile, end: str) -> dict[str, str | None]:

@@ -50,9 +50,7 @@ class Room:
         Raises ApiError: 413, the store would exceed ``storage_bytes``, or 507,
         the disk would have less than ``min_free_bytes`` left.
         """
-        reserved = unwritten = (
-            0  # bytes, and those of them that are not on the disk yet
-        )
+        reserved = unwritten = 0  # the latter are bytes that are not on the disk yet
         for entry in os.scandir(self.store.incoming):
             with suppress(FileNotFoundError):
                 found = entry.stat()

@@ -40,8 +40,8 @@ NOTE = "_offline_memory_note"
 ENVIRONMENT = {
     # By default OpenMP's threads spin, also on cores that other programs want.
     "OMP_WAIT_POLICY": "PASSIVE",
-    # Some 10 us, as long as it takes from one operator to the next: a step of few tokens
-    # takes a tenth less, since no thread sleeps in between.
+    # They spin for as long as it takes from one operator to the next: in steps of few tokens
+    # it takes longer to wake them than to multiply.
     "GOMP_SPINCOUNT": "3000",
     # By default glibc gives the memory of a layer's results back to the system, which
     # clears it for the next layer: two thirds of all page faults.

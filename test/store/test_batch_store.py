@@ -288,7 +288,7 @@ COLUMNS = {
         "optimal_cached_share owner api priority expired_at output_expires_after "
         "paused_reason line_errors error_reasons dedupe enough merged "
         "merged_input_tokens merged_cached_tokens merged_output_tokens engine_s "
-        "truncated"
+        "truncated trace_context"
     ),
     "webhooks": "id endpoint type batch_id created_at attempts due_at",
     "uploads": (

@@ -14,10 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import uvloop
 
+from ..job import traces
 from ..job.engine import KvUse, PreparedRequest, ReplicaLost
 from ..job.retrying_engine import engine_died
 from ..planner.machine_model import Machine
@@ -33,7 +35,6 @@ from . import plan_bytes
 from .fleet_renderer import FleetLine, restored
 from .fleet_worker import FleetWorker, SentLine
 from .fleet_workers import FleetWorkers
-from .head_state import CrashCounts
 from .messages import (
     AbortLine,
     About,
@@ -46,33 +47,16 @@ from .messages import (
     SetPriority,
     loop_time,
 )
-from .places import Place
 
 logger = logging.getLogger(__name__)
 
 
 class FleetEngine(FleetWorkers):
-    """Runs requests on workers at ``places``.
+    """Runs requests on workers."""
 
-    Args:
-        epoch, min_workers, gives_up, crashes: see :class:`.FleetWorkers`.
-
-    Raises:
-        ConfigError: there are no places.
-    """
-
-    def __init__(
-        self,
-        places: Sequence[Place],
-        epoch: int,
-        min_workers: int = 1,
-        *,
-        gives_up: bool = True,
-        crashes: CrashCounts | None = None,
-    ) -> None:
-        crashes = crashes or CrashCounts()
-        super().__init__(places, epoch, min_workers, crashes, gives_up=gives_up)
-        self._jobs: dict[str, FleetJob] = {}
+    @cached_property
+    def _jobs(self) -> dict[str, FleetJob]:
+        return {}
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -105,18 +89,13 @@ class FleetEngine(FleetWorkers):
         return KvUse(**total) if total else None
 
     async def running_tree(self, limit: int) -> list[TreeNow] | None:
-        trees: list[Any] = []
         query = EngineQuery("running_tree", limit)
-        for found in await self.ask(query, list[dict[str, Any]]):
-            trees += found
-        return trees or None
+        found: list[Any] = await self.ask(query, list[dict[str, Any]])
+        return [tree for trees in found for tree in trees] or None
 
     async def running_s(self) -> dict[str, float]:
-        seconds: dict[str, float] = {}
-        query = EngineQuery("running_s")
-        for found in await self.ask(query, dict[str, float]):
-            seconds |= found
-        return seconds
+        found = await self.ask(EngineQuery("running_s"), dict[str, float])
+        return {rid: seconds for each in found for rid, seconds in each.items()}
 
     async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
         job = self._jobs.setdefault(job_id, FleetJob(plans, lambda _: None))
@@ -192,9 +171,11 @@ class FleetEngine(FleetWorkers):
             if any(line_request_id(each) == rid for each in worker.lines):
                 worker.send(EndLine(rid))
 
+    @traces.span("fleet call")
     async def _run(
         self, line: FleetLine, worker: FleetWorker, replica: int
     ) -> RequestOutput:
+        traces.note(worker=worker.name)
         self.check()
         if self._crashes.is_reason(line.rid):
             return engine_died(line.rid, self._crashes[line.rid])

@@ -14,6 +14,7 @@ from operator import attrgetter
 import msgspec
 
 from ..errors import EngineError
+from ..job import traces
 from ..request import BatchRequestInput
 from .messages import (
     RenderCall,
@@ -64,11 +65,10 @@ class FleetLine:
         """The command that runs the line. ``trusted``: the worker may be sent objects pickled
         by another.
         """
-        line, rendering = self.request, self.rendering
-        if not trusted or rendering.stored is None:
-            return RunLine(job_id, self.rid, line, replica)
-        ids = rendering.input_ids or b""
-        return RunLine(job_id, self.rid, line, replica, rendering.stored, ids)
+        rendering = self.rendering if trusted else _NOT_YET
+        stored, trace = rendering.stored, traces.headers()
+        ids = (stored and rendering.input_ids) or b""
+        return RunLine(job_id, self.rid, self.request, replica, stored, ids, trace)
 
 
 _encode = msgspec.msgpack.Encoder().encode

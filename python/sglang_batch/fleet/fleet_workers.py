@@ -84,16 +84,16 @@ class FleetWorkers(ABC):
         self,
         places: Sequence[Place],
         epoch: int,
-        min_workers: int,
-        crashes: CrashCounts,
+        min_workers: int = 1,
         *,
-        gives_up: bool,
+        crashes: CrashCounts | None = None,
+        gives_up: bool = True,
     ) -> None:
         if not places:
             raise ConfigError("A fleet needs a place for one worker or more.")
         self._all = [FleetWorker(place) for place in places]
         self._epoch, self._num_sessions = epoch, 0
-        self._renderer, self._crashes = FleetRenderer(), crashes
+        self._renderer, self._crashes = FleetRenderer(), crashes or CrashCounts()
         self._min_workers, self._gives_up = min_workers, gives_up
         self.slots: list[tuple[FleetWorker, int]] = []
         self.failure: SGLangBatchError | None = None

@@ -67,6 +67,7 @@ class RunLine(msgspec.Struct, tag="run", frozen=True):
     replica: the replica of this worker, None for any.
     stored: the rendered request without its tokens, as of ``Engine.stored``. None: render it.
     input_ids: int32, with ``stored``.
+    trace: W3C headers of the head's span for it.
     """
 
     job_id: str
@@ -75,6 +76,7 @@ class RunLine(msgspec.Struct, tag="run", frozen=True):
     replica: Annotated[int, Meta(ge=0, lt=MOST_REPLICAS)] | None = None
     stored: bytes | None = None
     input_ids: bytes = b""
+    trace: dict[str, str] = {}
 
     def __post_init__(self) -> None:
         _check_ids(self.input_ids)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 
 from .. import __version__
+from ..job import traces
 from ..job.engine import Engine
 from ..request import BatchRequestInput, RequestOutput
 from . import plan_bytes
@@ -210,6 +211,9 @@ class WorkerHost:
             await self._engine.close_job(job_id)
 
     async def _run(self, command: RunLine, before: asyncio.Task[None] | None) -> None:
+        # Without any parent, SGLang would trace each line.
+        unsampled = {"traceparent": f"00-{command.job_id[-32:]}-{1:016x}-00"}
+        traces.enter(command.trace or unsampled)
         try:
             if before is not None:
                 await asyncio.wait((before,))

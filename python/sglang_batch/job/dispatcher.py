@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ import numpy as np
 from ..config import OfflineBatchConfig
 from ..planner.requests import LEFT, RIGHT, Int32s, Int64s
 from ..request import BatchRequestInput, RequestOutput, Sink, parse_request_id
+from . import traces
 from .answer_feedback import AnswerFeedback
 from .engine import Engine, PreparedRequest, ReplicaLost
 from .inflight_limit import InflightLimit
@@ -211,6 +213,7 @@ class Dispatcher:
     def num_in_flight(self) -> int:
         return sum(len(replica.in_flight) for replica in self._replicas)
 
+    @traces.span("dispatch")
     async def run(self) -> None:
         """Send everything. Stops at the first error of the engine or of the sink."""
         try:
@@ -285,11 +288,12 @@ class Dispatcher:
         request: BatchRequestInput,
         prepared: PreparedRequest,
     ) -> None:
+        every = -(-len(self._sent) // traces.MOST_LINES)
         try:
-            if replica.index is None:
-                output = await self._engine.execute(prepared)
-            else:
-                output = await self._engine.execute(prepared, replica=replica.index)
+            async with traces.span("line", hides=request.index % every > 0):
+                traces.note(custom_id=request.custom_id, number=request.index)
+                output = await self._engine.execute(prepared, replica.index)
+                traces.note(status_code=output.status_code, **asdict(output.usage))
         except ReplicaLost as lost:
             self._take_back(replica, side, request.index, lost)
         except asyncio.CancelledError:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from ..config import OfflineBatchConfig
 from ..planner.requests import Int32s, Int64s
 from ..planner.sharding.speeds import ShardSpeeds
+from . import traces
 from .answer_feedback import AnswerFeedback
 from .dispatcher import Dispatcher
 from .engine import Engine
@@ -94,6 +95,7 @@ class LivePlan:
             await self.renderer.until(num_requests, num_tokens)
             await self._extend()
 
+    @traces.span("plan")
     async def _extend(self) -> None:
         """Plan all that has been rendered so far."""
         async with self._lock:
@@ -139,6 +141,7 @@ class LivePlan:
         planner.observed_before(self._answers, progress.stays)
         return planner
 
+    @traces.span("plan")
     async def _replan(self, numbers: Int64s, output_len: Int32s) -> None:
         """Make a new plan of the same requests, from more answers if there are any."""
         async with self._lock:
@@ -169,3 +172,4 @@ class LivePlan:
         await self.engine.open_job(self.job_id, plans)
         self._planner = planner
         self.dispatcher.set_plans(shards, grows=not progress.whole)
+        traces.note(policy=planner.policy, requests=planner.num_requests)

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from ..planner.requests import UNKNOWN, Int32s, Int64s, PlanRequests
 from ..request import BatchRequestInput, RequestOutput, Requests, engine_request_id
 from ..store.token_spool import RecordSpool, TokenSpool
+from . import traces
 from .engine import Engine, PreparedRequest
 
 # For requests that declare no limit. Longer than any context.
@@ -132,6 +133,7 @@ class JobRenderer:
             finally:
                 self._spool = None
 
+    @traces.span("render")
     async def read(
         self, numbers: Indices, on_rendered: Callable[[Rendered], None]
     ) -> None:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -23,6 +23,7 @@ from ..errors import SGLangBatchError, StoreError, StoreWriteError
 from ..fleet.fleet_engine import FleetEngine
 from ..fleet.fleet_worker import WorkerState
 from ..inputs.local_input import write_digests
+from ..job import traces
 from ..job.answer_cache import CachedAnswers, answer_known
 from ..job.bucketed_job import BucketedJob
 from ..job.early_stop import GIVEN_UP, given_up_message, num_enough
@@ -170,6 +171,7 @@ class RunningJob:
                 engine, loop = stack.enter_context(started)
                 self._fleet = engine if isinstance(engine, FleetEngine) else None
                 loop.run_until_complete(engine.connect())
+            is_traced = traces.start()
             self._started = True
             capacity = f"{engine.machine.limits.kv_capacity_tokens:,} tokens of KV"
             self.display.say(
@@ -180,8 +182,11 @@ class RunningJob:
                 self.display.say(f"Ray's dashboard: {dashboard}")
             running = self._run_requests(engine, compiling, equal)
             summary: Summary | None = loop.run_until_complete(running)
+            if is_traced:
+                time.sleep(1.0)  # the last spans are exported, the engine's, too
             return summary
 
+    @traces.span("run", root=True)
     async def _run_requests(
         self, engine: Any, compiling: Future[None], found: Future[EqualRequests]
     ) -> Summary | None:
@@ -189,6 +194,7 @@ class RunningJob:
         log = self._log
         stop = asyncio.Event()
         num_requests = len(self._requests)
+        traces.note(id=self._job_id, model=served_name(self.prepared.known))
         progress = Progress(
             self.display, num_requests, log, compiling, self._engines_running
         )
@@ -226,8 +232,10 @@ class RunningJob:
                     with suppress(asyncio.CancelledError):
                         await task
                 self._share()
+        traces.note(total=num_requests, failed=log.num_failed, **asdict(log.usage))
         if not self._is_over:
             self.display.say(self._stopped())
+            traces.note("stopped")
             return None
         return Summary.of_log(
             log,

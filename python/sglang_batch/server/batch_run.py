@@ -31,6 +31,7 @@ from ..batch_api.lines import BodyCheck, LineRules, result_line
 from ..batch_api.stop_rules import with_stop_rules
 from ..config import OfflineBatchConfig
 from ..errors import StoreError
+from ..job import traces
 from ..job.answer_cache import ModelAnswers, answer_known
 from ..job.early_stop import num_enough
 from ..job.engine import Engine
@@ -126,6 +127,16 @@ class BatchRun:
 
     async def process(self) -> None:
         """Take the batch to its end, or to where it stops. Another run can resume it."""
+        traces.enter(json.loads(self.row()["trace_context"]))
+        async with traces.span("batch", root=True):
+            traces.note(id=self.batch_id)
+            await self._process()
+            if (row := self.store.get_batch(self.batch_id)) is not None:
+                # Counts and times. Texts are the client's.
+                traces.note(**{k: v for k, v in row.items() if isinstance(v, int)})
+                traces.note(row["status"], model=row["model"] or "")
+
+    async def _process(self) -> None:
         if not await self._validate():
             return
         self.hooks.on_valid()
@@ -217,6 +228,7 @@ class BatchRun:
     def clean_up(self) -> None:
         shutil.rmtree(self.store.work_dir(self.batch_id), ignore_errors=True)
 
+    @traces.span("validate")
     async def _validate(self) -> bool:
         """Check the input if it was not checked before. False if that ended the batch."""
         row = self.row()
@@ -258,6 +270,7 @@ class BatchRun:
             batch_changed(self.row())
         return why is None
 
+    @traces.span("wait")
     async def _wait_until_allowed(self) -> None:
         if self.row()["status"] == api.FINALIZING:
             return  # an earlier server was about to end it
@@ -292,7 +305,8 @@ class BatchRun:
                 # Every line was answered before the batch could be stopped.
                 end = api.CANCELLED if end == api.CANCELLED else api.COMPLETED
             await self.hooks.settle()
-            await finish(saver, requests, end, self.config.file_days)
+            async with traces.span("finish"):
+                await finish(saver, requests, end, self.config.file_days)
         finally:
             log.close()
 

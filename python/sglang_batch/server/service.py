@@ -26,6 +26,7 @@ from ..batch_api.jsonl import count_lines
 from ..config import OfflineBatchConfig
 from ..errors import StoreError
 from ..fleet.worker_host import WorkerHost
+from ..job import traces
 from ..job.answer_cache import ModelAnswers
 from ..job.early_stop import num_enough
 from ..job.engine import SAMPLE_URL, Engine
@@ -228,6 +229,7 @@ class BatchService:
             "status": api.VALIDATING,
             "created_at": created_at,
             "expires_at": created_at + window_s,
+            "trace_context": json.dumps(traces.headers()),
         }
         self.store.insert("batches", fields | columns)
         row = self.store.get_batch(batch_id)

@@ -22,7 +22,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import ConfigError
 from sglang_batch.fleet.plan_bytes import plan_of, to_bytes
-from sglang_batch.job import retrying_engine
+from sglang_batch.job import retrying_engine, traces
 from sglang_batch.request import BatchRequestInput, RequestOutput
 from sglang_batch.scheduling.job_plan import JobPlan, StepCost
 from sglang_batch.srt.compat.support import (
@@ -53,6 +53,7 @@ class Fake:
 
     def __init__(self) -> None:
         self.calls: list[PrefillCall] = []
+        self.traces: list[str | None] = []
         self.jobs: list[JobCall] = []
         self.answer: Callable[[], Awaitable[web.Response]] = self.ok
         self.mode = "prefill"
@@ -94,6 +95,7 @@ class Fake:
         self._transports.append(request.transport)
         body = await request.read()
         self.calls.append(msgspec.msgpack.decode(body, type=PrefillCall))
+        self.traces.append(request.headers.get("traceparent"))
         return await self.answer()
 
     async def _job(self, request: web.Request) -> web.Response:
@@ -162,6 +164,21 @@ def answering(
 
 OK = RequestOutput(200, RID, b"{}")
 FAILED = RequestOutput(500, RID, b'{"error": {"code": null}}')
+
+
+def test_a_call_continues_the_trace_of_its_line() -> None:
+    trace = f"00-{7:032x}-{8:016x}-01"
+
+    async def scenario() -> None:
+        async with paired() as (pairing, [fake], _):
+            await pairing.servers.wait_for_one()
+            pairing.pair(message())
+            traces.enter({"traceparent": trace})
+            pairing.pair(message())
+            await until(lambda: len(fake.traces) == 2)
+            assert fake.traces == [None, trace]
+
+    asyncio.run(scenario())
 
 
 def test_a_call_has_what_bears_on_the_first_token() -> None:

@@ -28,6 +28,7 @@ from ...batch_api import message_batches
 from ...batch_api import protocol as api
 from ...config import OfflineBatchConfig
 from ...errors import ApiError
+from ...job import traces
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +164,7 @@ class OurRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_with_our_errors(request: Request) -> Response:
+            traces.enter(request.headers)
             try:
                 return await handle(request)
             except Exception as error:

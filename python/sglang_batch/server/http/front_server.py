@@ -32,6 +32,7 @@ from ...errors import ApiError, EngineError
 from ...fleet.fleet_engine import FleetEngine
 from ...fleet.head_state import CRASHES, CrashCounts
 from ...fleet.http_fleet import HttpPlace, open_session
+from ...job import traces
 from ...job.engine import GENERATE_URL
 from ...job.job_planner import compile_planner
 from ...store.batch_store import BatchStore
@@ -79,6 +80,7 @@ async def serve(
     keys = given_keys(config, options.api_key, options.admin_api_key)
     read_endpoints(config)
     store = BatchStore(directory)
+    traces.start()
     engine = FleetEngine(
         [HttpPlace(url, workers_key) for url in urls],
         next_epoch(directory),
@@ -133,7 +135,7 @@ def front_app(
     engine: FleetEngine, calls: OnlineCalls, *, metrics: bool = False
 ) -> FastAPI:
     """The routes of a front. Its service and its keys are set in ``app.state``."""
-    app = FastAPI(title="sglang-batch")
+    app = FastAPI(title="sglang-batch", telemetry={"tracing": False})
     app.state.fleet = engine
     app.add_middleware(KeyMiddleware)
     install(app)

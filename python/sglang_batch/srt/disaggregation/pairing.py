@@ -26,6 +26,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from ...batch_api.protocol import error_body
 from ...fleet.http_fleet import content_of, open_session
 from ...fleet.plan_bytes import to_bytes
+from ...job import traces
 from ...job.retrying_engine import PREFILL_LOST, TRANSIENT
 from ...request import RequestOutput
 from ...scheduling.job_plan import JobPlan
@@ -195,6 +196,7 @@ class PrefillServers:
         return self._session.post(
             server.url + path,
             data=msgspec.msgpack.encode(call),
+            headers=traces.headers(),
             timeout=timeout,
             allow_redirects=False,
         )

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...batch_api.protocol import TRANSCRIPTIONS_URL
 from ...errors import EngineError
+from ...job import traces
 from ...job.engine import SAMPLE_URL, KvUse, ReplicaChanges
 from ...planner.machine_model import Machine
 from ...request import BatchRequestInput, RequestOutput, line_request_id
@@ -376,12 +377,14 @@ class SGLangEngine:
 
     async def _execute(self, prepared: Prepared, replica: int | None) -> RequestOutput:
         call = prepared.call
-        fields = {"routed_dp_rank": replica} if self.num_replicas > 1 else {}
+        sent: JsonObject = {"routed_dp_rank": replica} if self.num_replicas > 1 else {}
+        if trace := traces.headers():
+            sent["external_trace_header"] = trace
         failure: Exception | None = None
         answer: object = None
         with self._early_ends.executing(prepared.rid):
             try:
-                answer = await call.run(**fields)
+                answer = await call.run(**sent)
             except Exception as error:
                 failure = error
         url, rid = prepared.url, prepared.rid

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -20,6 +21,7 @@ from sglang.srt.plugins import load_plugins
 
 from ...config import OfflineBatchConfig
 from ...errors import ConfigError, SGLangBatchError, did_you_mean, refuse
+from ...job import traces
 from ..compat import support
 from ..compat.offline_hooks import FLAG_HOOKS
 from ..compat.support import ATTENTION_BACKEND, TRANSFER_BACKEND, as_flag
@@ -220,6 +222,10 @@ def _activate(values: dict[str, Any]) -> None:
             f'attention="stock" contradicts --attention-backend {ATTENTION_BACKEND}; '
             "drop one."
         )
+    if not values.get("enable_trace") and traces.exporter() is not None:
+        # The exporter reads the environment. SGLang's level 3 has a span for each token.
+        values |= {"enable_trace": True, "otlp_traces_endpoint": ""}
+        os.environ.setdefault("SGLANG_TRACE_LEVEL", "2")
     check_client_keys(values, config)
     read_endpoints(config)
     support.check_disaggregation(values, config)

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.observability.trace import TraceNullContext
 from sglang.srt.runtime_context import get_exec, get_observability
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -251,6 +252,9 @@ def create_message(
         raise ValueError(f"The request cannot be used: {error}") from error
     check_message(message, manager.model_config.vocab_size)
     _check_embeds(message, int(manager.model_config.hidden_size))
+    span = getattr(message.time_stats.trace_ctx, "root_span", None)
+    if span is not None and not span.is_recording():  # nor are its steps
+        message.time_stats.trace_ctx = TraceNullContext()
     return message
 
 

@@ -1,0 +1,92 @@
+"""OpenTelemetry spans of jobs, where the process has a provider of traces; else nothing.
+
+SGLang makes it with ``--enable-trace``, which the environment implies, or else :func:`start`.
+Its threads export, and drop what no collector takes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+MOST_LINES = 100  # of a job that have spans, spread evenly
+
+
+def exporter() -> EntryPoint | None:
+    """What sends spans to the collector that the environment names, if it is installed."""
+    endpoints = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+    default = "otlp" if any(map(os.environ.get, endpoints)) else "none"
+    if "otlp" not in os.environ.get("OTEL_TRACES_EXPORTER", default):
+        return None
+    general = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    # SGLang reads this variable only.
+    protocol = os.environ.setdefault("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", general)
+    name = f"otlp_proto_{protocol.partition('/')[0]}"
+    found = entry_points(group="opentelemetry_traces_exporter", name=name)
+    return next(iter(found), None)
+
+
+def start() -> bool:
+    """Whether there is a provider, made here if the environment asks and SGLang did not."""
+    if (found := exporter()) is None and "opentelemetry.trace" not in sys.modules:
+        return False
+    trace: Any = import_module("opentelemetry.trace")
+    is_made = not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
+    if found is None or is_made:
+        return is_made
+    from opentelemetry.sdk.trace import TracerProvider, export
+
+    # Without a collector, its shutdown could take half a minute.
+    provider = TracerProvider(shutdown_on_exit=False)
+    sender = export.BatchSpanProcessor(found.load()(), schedule_delay_millis=500)
+    provider.add_span_processor(sender)
+    trace.set_tracer_provider(provider)
+    return True
+
+
+@asynccontextmanager
+async def span(
+    name: str, *, root: bool = False, hides: bool = False
+) -> AsyncIterator[None]:
+    """A block or coroutine function with a span, if it belongs to a sampled one or is a
+    ``root``. One that ``hides`` has none, nor has anything in it."""
+    block: AbstractContextManager[Any] = nullcontext()
+    if (trace := sys.modules.get("opentelemetry.trace")) is not None:
+        present = trace.get_current_span().get_span_context()
+        if hides and present.trace_flags.sampled:
+            unsampled = trace.SpanContext(present.trace_id, present.span_id, False)
+            block = trace.use_span(trace.NonRecordingSpan(unsampled))
+        elif root or present.trace_flags.sampled:
+            block = trace.get_tracer("sglang_batch").start_as_current_span(name)
+    with block:
+        yield
+
+
+def note(status: str | None = None, /, **attributes: Any) -> None:
+    """Set attributes of the present span, and how its work ended unless it completed."""
+    if (trace := sys.modules.get("opentelemetry.trace")) is not None:
+        present = trace.get_current_span()
+        present.set_attributes({f"sglang_batch.{k}": v for k, v in attributes.items()})
+        if status not in (None, "completed"):
+            present.add_event(status)
+            present.set_status(trace.StatusCode.ERROR, status)
+
+
+def headers() -> dict[str, str]:
+    """The present span as W3C headers of a call, none without one."""
+    found: dict[str, str] = {}
+    if "opentelemetry.trace" in sys.modules:
+        import_module("opentelemetry.propagate").inject(found)
+    return found
+
+
+def enter(headers: Mapping[str, str]) -> None:
+    """Have the present task continue the trace of a call's headers, or none."""
+    if "opentelemetry.trace" in sys.modules:
+        context = import_module("opentelemetry.propagate").extract(headers)
+        import_module("opentelemetry.context").attach(context)

@@ -7,6 +7,7 @@ import json
 from contextlib import suppress
 from typing import Any
 
+import opentelemetry.trace  # noqa: F401 - without it there are no traces
 import pytest
 from builders import make_body, run
 from example_counts import examples
@@ -39,7 +40,8 @@ from sglang_batch.fleet.messages import (
     encode,
 )
 from sglang_batch.fleet.worker_host import WorkerHost
-from sglang_batch.request import BatchRequestInput
+from sglang_batch.job import traces
+from sglang_batch.request import BatchRequestInput, RequestOutput, named_job_id
 from sglang_batch.scheduling.job_plan import unplanned
 
 
@@ -112,6 +114,37 @@ def test_a_job_is_opened_before_its_lines_run_and_closed() -> None:
         await head.send(CloseJob("job"))
         await asyncio.sleep(0.01)
         assert engine.closed == ["job"]
+
+    run(scenario())
+
+
+class Tracing(FakeEngine):
+    """Notes the span that each request belongs to."""
+
+    parents: dict[str, str | None]  # by custom id
+
+    async def execute(self, prepared: Any, replica: int | None = None) -> RequestOutput:
+        self.parents[prepared.custom_id] = traces.headers().get("traceparent")
+        return await super().execute(prepared, replica)
+
+
+def test_only_lines_of_a_trace_are_traced() -> None:
+    """SGLang would make a trace of each request without a parent."""
+    job, trace = named_job_id("traced"), f"00-{7:032x}-{8:016x}-01"
+
+    async def scenario() -> None:
+        engine = Tracing()
+        engine.parents = {}
+        head = Head(engine)
+        await head.attach()
+        traces.enter(
+            {"traceparent": f"00-{9:032x}-{9:016x}-01"}
+        )  # the call's, not theirs
+        within = RunLine(job, f"{job}-00000000", line(0), trace={"traceparent": trace})
+        await head.send(within, RunLine(job, f"{job}-00000001", line(1)))
+        await head.until_answers(2)
+        assert engine.parents.pop("r0") == trace
+        assert engine.parents == {"r1": f"00-{job[-32:]}-{1:016x}-00"}
 
     run(scenario())
 

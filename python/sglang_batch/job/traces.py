@@ -23,8 +23,7 @@ def exporter() -> EntryPoint | None:
     default = "otlp" if any(map(os.environ.get, endpoints)) else "none"
     if "otlp" not in os.environ.get("OTEL_TRACES_EXPORTER", default):
         return None
-    general = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
-    # SGLang reads this variable only.
+    general = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")  # unknown to SGLang
     protocol = os.environ.setdefault("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", general)
     name = f"otlp_proto_{protocol.partition('/')[0]}"
     found = entry_points(group="opentelemetry_traces_exporter", name=name)

@@ -171,7 +171,7 @@ class RunningJob:
                 engine, loop = stack.enter_context(started)
                 self._fleet = engine if isinstance(engine, FleetEngine) else None
                 loop.run_until_complete(engine.connect())
-            is_traced = traces.start()
+            export_s = 1.0 if traces.start() else 0.0
             self._started = True
             capacity = f"{engine.machine.limits.kv_capacity_tokens:,} tokens of KV"
             self.display.say(
@@ -182,8 +182,7 @@ class RunningJob:
                 self.display.say(f"Ray's dashboard: {dashboard}")
             running = self._run_requests(engine, compiling, equal)
             summary: Summary | None = loop.run_until_complete(running)
-            if is_traced:
-                time.sleep(1.0)  # the last spans are exported, the engine's, too
+            time.sleep(export_s)  # for the last spans, the engine's, too
             return summary
 
     @traces.span("run", root=True)

@@ -17,6 +17,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from sglang_batch.job import traces
+from sglang_batch.request import RequestOutput
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CALL = {"traceparent": f"00-{TRACE}-{CALLER}-01", "tracestate": "vendor=1"}
@@ -70,6 +71,32 @@ def test_a_restarted_batch_stays_in_the_trace_of_its_call(
         second.attributes is not None and second.attributes["sglang_batch.total"] == 2
     )
     assert {ids(span)[0] for span in exported.get_finished_spans()} == {TRACE}
+
+
+def test_the_sampler_of_the_environment_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+    exporter, seen = InMemorySpanExporter(), []
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+
+    class Noting(FakeEngine):
+        async def execute(
+            self, prepared: Any, replica: int | None = None
+        ) -> RequestOutput:
+            seen.append(is_sampled(traces.headers()))
+            return await super().execute(prepared, replica)
+
+    async def scenario() -> None:
+        async with running_service(tmp_path, Noting()) as service:
+            row = await until_over(service, submit(service, make_lines(3)))
+            assert row["status"] == "completed"
+
+    asyncio.run(scenario())
+    # SGLang is told, too.
+    assert seen == [False] * 3 and not exporter.get_finished_spans()
 
 
 def test_a_repeated_call_gets_the_first_batch(

@@ -33,7 +33,7 @@ def answer(custom_id: str, message: str | None = None) -> bytes:
 def resumed_log(path: Path) -> tuple[ResultLog, Counts]:
     """A job of six: three done by an earlier run. Its log, and its counts then."""
     log = ResultLog(path, 6)
-    usage = Usage(input_tokens=100, cached_tokens=60, output_tokens=10)
+    usage = Usage(100, cached_tokens=60, output_tokens=10, reasoning_tokens=4)
     log.put(0, answer("a"), ok=True, usage=usage)
     log.put(1, answer("b", "Input of 90 tokens is too long"), ok=False, usage=Usage())
     log.put(2, answer("c"), ok=True, usage=usage)
@@ -74,12 +74,18 @@ def test_rates_are_of_this_run_and_counts_of_the_job(tmp_path: Path) -> None:
     assert (summary.completed, summary.failed) == (3, 3)
     assert summary.output_tokens == 30
     assert summary.this_run == Counts(
-        completed=1, failed=2, prompt_tokens=100, cached_tokens=60, output_tokens=10
+        completed=1,
+        failed=2,
+        prompt_tokens=100,
+        cached_tokens=60,
+        output_tokens=10,
+        reasoning_tokens=4,
     )
     assert summary.output_tokens_per_second == 5.0
     assert summary.computed_tokens_per_second == 20.0
     shown = " ".join(summary.as_table().split())
     assert "this run 3 requests, 10 output tokens" in shown
+    assert "output tokens 30 of reasoning 12" in shown
     alone = Summary.of_log(log, Counts(), seconds=2.0)
     assert alone.this_run is None and "this run" not in alone.as_table()
 

@@ -109,6 +109,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no messages": ({"messages": [], "user": "{{text}}"}, "messages: there are none"),
     "misspelt field": ({"temperture": 0}, "Did you mean 'temperature'?"),
     "field of SGLang's own API": ({"max_new_tokens": 5}, "Did you mean 'max_tokens'?"),
+    "budget of SGLang's own API": (
+        {"max_thinking_tokens": 5},
+        "Did you mean 'custom_params.thinking_budget'?",
+    ),
     "text for a number": ({"temperature": "hot"}, "body.temperature"),
     "stop strings": ({"stop": ["a", 5]}, "body.stop.1"),
     "number of logprobs": (

@@ -11,15 +11,17 @@ from openai import OpenAI
 from openai.types import Batch
 
 TIMEOUT_S = 240
+# Keys of a server.
+ADMIN, ANN, BOB = "key-of-the-admin", "key-of-ann", "key-of-bob"
 TERMINAL = ("completed", "failed", "cancelled", "expired")
 
 
 _clients: list[OpenAI] = []
 
 
-def client(url: str) -> OpenAI:
+def client(url: str, key: str = "none") -> OpenAI:
     """A client of a server, until :func:`close_clients`."""
-    _clients.append(OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60))
+    _clients.append(OpenAI(base_url=f"{url}/v1", api_key=key, timeout=60))
     return _clients[-1]
 
 

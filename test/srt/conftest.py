@@ -10,7 +10,7 @@ from typing import Any
 
 import preloaded
 import pytest
-from batches import close_clients
+from batches import ADMIN, ANN, BOB, close_clients
 from forked_children import command
 from prompts import Case, reference
 from servers import SERVER_ARGS, Server, server, shared
@@ -50,6 +50,30 @@ def offline_server(
         f"--offline-batch-dir={directory / 'batches'}",
         log_dir=directory,
         as_user=True,
+    ) as running:
+        yield running
+
+
+@shared
+def keyed_server(
+    demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server with keys of clients and of an admin, which keeps responses and budgets."""
+    directory = tmp_path_factory.mktemp("keyed-server")
+    keys = directory / "keys"
+    keys.write_text(f"ann {ANN}\nbrian {BOB}\n")
+    with server(
+        demo_model,
+        "--offline-batch",
+        f"--offline-batch-dir={directory / 'batches'}",
+        f"--offline-batch-config={json.dumps({'api_keys': str(keys)})}",
+        f"--admin-api-key={ADMIN}",
+        "--enable-metrics",
+        "--enable-response-store",
+        "--reasoning-parser=nemotron_3",  # which excludes no tokens
+        "--enable-strict-thinking",
+        "--max-running-requests=40",
+        log_dir=directory,
     ) as running:
         yield running
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,9 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
+from batches import ADMIN, ANN
 from builders import CHAT, make_lines
 from fastapi import FastAPI
-from servers import Server, server, shared
+from servers import Server
 from sglang.srt.entrypoints import http_server
 
 from sglang_batch.config import OfflineBatchConfig
@@ -27,7 +27,6 @@ from sglang_batch.srt.plugin.client_keys import ServerKeys, check_client_keys
 from sglang_batch.srt.plugin.offline_server_args import OfflineServerArgs
 from sglang_batch.store.batch_store import BatchStore
 
-ADMIN, ANN = "key-of-the-admin", "key-of-ann"
 COMPLETIONS = {"model": "demo", "prompt": "a", "max_tokens": 3, "ignore_eos": True}
 # Routes of SGLang that it opens to its --api-key, and we not to clients.
 USER = {
@@ -192,26 +191,6 @@ def test_keys_are_not_shown_with_the_arguments(demo_model: Path, name: str) -> N
         assert "key-of-somebody" not in str(shown)
         assert "<redacted>" in str(shown)
     assert getattr(record, name) == "key-of-somebody"
-
-
-@shared
-def keyed_server(
-    demo_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    """A server with keys of clients and of an admin."""
-    directory = tmp_path_factory.mktemp("keyed-server")
-    keys = directory / "keys"
-    keys.write_text(f"ann {ANN}\n")
-    with server(
-        demo_model,
-        "--offline-batch",
-        f"--offline-batch-dir={directory / 'batches'}",
-        f"--offline-batch-config={json.dumps({'api_keys': str(keys)})}",
-        f"--admin-api-key={ADMIN}",
-        "--enable-metrics",
-        log_dir=directory,
-    ) as running:
-        yield running
 
 
 Call = Callable[..., httpx.Response]

@@ -19,6 +19,7 @@ import httpx
 import pytest
 from answer_cases import (
     ANSWERED,
+    ASK,
     CHAT,
     COMPLETIONS,
     GENERATING,
@@ -217,6 +218,9 @@ def test_samples_that_cannot_be_sent_are_answered(dense_server: Server) -> None:
     body = full(CHAT, GENERATING[CHAT]["required tool"])
     status, text = online(dense_server.url, CHAT, body)
     assert (status, "after reasoning" in text) == (400, True)
+    body = full(CHAT, {"messages": ASK, "custom_params": {"thinking_budget": 5}})
+    status, text = online(dense_server.url, CHAT, body)
+    assert (status, "thinking_budget: this server" in text) == (400, True)
     prompts = {"text": ["a", "b"], "sampling_params": {"n": 1, "beam_width": 2}}
     status, text = online(dense_server.url, "/generate", prompts)
     assert (status, "beam_width" in text) == (400, True)

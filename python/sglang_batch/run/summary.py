@@ -42,6 +42,7 @@ class Counts:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    reasoning_tokens: int = 0
     merged: int = 0
     merged_prompt_tokens: int = 0
     merged_cached_tokens: int = 0
@@ -59,6 +60,7 @@ class Counts:
             prompt_tokens=log.usage.input_tokens,
             cached_tokens=log.usage.cached_tokens,
             output_tokens=log.usage.output_tokens,
+            reasoning_tokens=log.usage.reasoning_tokens,
             merged=log.num_merged,
             merged_prompt_tokens=log.merged_usage.input_tokens,
             merged_cached_tokens=log.merged_usage.cached_tokens,
@@ -329,6 +331,8 @@ class Summary(Counts):
             ("cached tokens", cached),
             ("output tokens", f"{self.output_tokens:,}"),
         ]
+        if self.reasoning_tokens:
+            rows.append(("of reasoning", f"{self.reasoning_tokens:,}"))
         if self.fields is not None:
             rows.append(("order of fields", str(FieldSaving(**self.fields))))
         if self.merged:

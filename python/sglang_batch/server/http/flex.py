@@ -30,6 +30,9 @@ _REFUSAL = (
     'or with "service_tier": "default".'
 )
 
+# In a call's state, the task in which it runs on after its answer, and counts.
+GOING_ON = "offline_batch_going_on"
+
 
 class FlexCalls:
     """The layer around the routes that answer online calls, inside that of the keys."""
@@ -59,6 +62,8 @@ class FlexCalls:
         self._num_online += not is_flex
         try:
             await self._app(scope, receive, send)
+            if (task := scope.get("state", {}).get(GOING_ON)) is not None:
+                await asyncio.wait([task])
         finally:
             self._num_flex -= is_flex
             self._num_online -= not is_flex

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sglang.srt.arg_groups import choices
@@ -65,6 +66,7 @@ class TorchNativeCpuPlatform(CpuDeviceMixin, interface.SRTPlatform):  # type: ig
     def init_backend(self) -> None:
         # Imported where a model is: it imports torch.
         from sglang.srt import batch_invariant_ops
+        from sglang.srt.constrained import xgrammar_backend as grammars
 
         from . import cpu_attention, cpu_backends, packed_linears, token_layers
 
@@ -74,3 +76,6 @@ class TorchNativeCpuPlatform(CpuDeviceMixin, interface.SRTPlatform):  # type: ig
         cpu_backends.register()
         cpu_backends.do_without()
         batch_invariant_ops.enable_batch_invariant_mode = cpu_attention.use_rows
+        # Without a grammar, as in reasoning, SGLang masks tokens on accelerators only.
+        masked = partial(grammars.XGrammarGrammar.apply_vocab_mask, None)
+        grammars.XGrammarGrammarBackend.apply_vocab_mask = masked

@@ -63,6 +63,8 @@ def choose_dtype(
         config.dtype = torch.float32
 
 
+# If it is set, SGLang keeps to budgets also with parsers that exclude no tokens.
+_MOST_THINKING = "SGLANG_MAX_THINK_TOKENS"
 # Names in the environment that are not the user's.
 _ours: set[str] = set()
 
@@ -75,8 +77,11 @@ def forget_environment() -> None:
 
 
 def set_cpu_defaults(server_args: ServerArgs) -> None:
-    """On a CPU, set the environment and limit the KV cache, unless the user chose."""
+    """Set the environment, and on a CPU limit the KV cache, unless the user chose."""
     view = overrides.resolving_view(server_args)
+    if view.enable_strict_thinking and _MOST_THINKING not in os.environ:
+        os.environ[_MOST_THINKING] = str(2**31 - 1)
+        _ours.add(_MOST_THINKING)
     if view.device != "cpu":
         return
     # The engine's processes read them when they start.

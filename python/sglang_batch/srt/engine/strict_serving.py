@@ -10,18 +10,27 @@ from __future__ import annotations
 import codecs
 import copy
 import json
+import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
+from sglang.srt.runtime_context import get_serving
 
 from ...batch_api import message_batches
+from ...server.access.keys import ANYBODY, Role
+from ...server.http.authorization import current_caller
+from ...server.http.flex import GOING_ON
 from ..compat.server_types import JsonObject
+from .checks.request_checks import BUDGET
 
 # The log probability of a token that cannot follow. JSON has no infinity, and SGLang's null
 # is not a number. OpenAI shows the least probable tokens with this one.
 IMPOSSIBLE = -9999.0
+# Responses that are kept of each key, besides those that run.
+MOST_KEPT = 10_000
 _DATA = "data: "
 
 
@@ -39,6 +48,8 @@ def make_strict(handler: Any) -> Any:
     strict.__dict__ = vars(handler)
     if isinstance(strict, _Messages):
         strict.openai_serving_chat = make_strict(strict.openai_serving_chat)
+    if isinstance(strict, _Responses):
+        strict.response_store, strict.msg_store = KeptResponses(), KeptResponses()
     return strict
 
 
@@ -120,6 +131,12 @@ class _Messages(_Stock):  # type: ignore[misc]
         stock: Any = super(_Messages, one)
         return await stock._handle_non_streaming(chat_request, anthropic_request, *args)
 
+    def _convert_to_chat_completion_request(self, given: Any) -> Any:
+        chat = super()._convert_to_chat_completion_request(given)
+        if given.thinking and get_serving().enable_strict_thinking:
+            chat.custom_params = {BUDGET: given.thinking.budget_tokens}
+        return chat
+
     def _convert_response(self, response: Any) -> Any:
         message = super()._convert_response(response)
         for block in message.content:
@@ -183,13 +200,41 @@ class _WatchedChat:
             yield frame
 
 
+class KeptResponses:
+    """What SGLang keeps by response id. Each key sees its own, an admin all."""
+
+    def __init__(self) -> None:
+        self._by_owner: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+
+    def get(self, response_id: str, default: Any = None) -> Any:
+        sees = (current_caller.get() or ANYBODY).sees
+        seen = self._by_owner.values() if sees is None else [self._by_owner[sees]]
+        return next((of[response_id] for of in seen if response_id in of), default)
+
+    __getitem__ = get
+
+    def __setitem__(self, response_id: str, kept: Any) -> None:
+        own = self._by_owner[(current_caller.get() or ANYBODY).name]
+        own.pop(response_id, None)
+        own[response_id] = kept
+        for old in list(own)[:-MOST_KEPT]:
+            if getattr(own[old], "status", None) not in ("queued", "in_progress"):
+                del own[old]
+
+
 class _Responses(_Stock):  # type: ignore[misc]
     """For ``OpenAIServingResponses``."""
 
-    async def create_responses(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        kind: Any = type(request)
-        object.__setattr__(request, "__class__", _exact_limit(kind))
-        response = await super().create_responses(request, *args, **kwargs)
+    async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
+        object.__setattr__(request, "__class__", _exact_limit(request.__class__))
+        if (current_caller.get() or ANYBODY).role < Role.ADMIN:
+            # What runs is known by its id, which must not be another client's.
+            request.request_id = f"resp_{uuid.uuid4().hex}"
+        if request.background and raw_request and await raw_request.is_disconnected():
+            return self.create_error_response("The client has left.")  # as a flex call
+        response = await super().create_responses(request, raw_request)
+        if task := self.background_tasks.get(request.request_id):
+            setattr(raw_request.state, GOING_ON, task)
         for item in getattr(response, "output", ()):
             for part in getattr(item, "content", None) or ():
                 _make_finite(getattr(part, "logprobs", None) or ())

@@ -118,7 +118,8 @@ def count_online_usage(manager: TokenizerManager, access: AccessControl) -> None
     def counted(obj: EngineRequest, request: Any = None) -> AsyncGenerator[Any]:
         caller = current_caller.get()
         if caller is not None and caller.role < Role.ADMIN and not has_our_id(obj):
-            obj.rid = None
+            # That of a response in the background is the server's, to cancel it by.
+            obj.rid = obj.rid if getattr(obj, "background", False) else None
         if caller is None or not caller.name:
             return generate(obj, request)
         try:

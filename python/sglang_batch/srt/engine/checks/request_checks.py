@@ -17,7 +17,7 @@ import numpy as np
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.observability.trace import TraceNullContext
-from sglang.srt.runtime_context import get_exec, get_observability
+from sglang.srt.runtime_context import get_exec, get_observability, get_serving
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from ...compat.offline_hooks import leave
@@ -31,6 +31,7 @@ from .value_checks import FieldError, OfTokens, Refused, Rule, check_value, shor
 MAX_ALL_SEQUENCES = 1 << 16
 # An attribute of requests that were checked before their turn to be sent.
 _CHECKED = "_offline_batch_checked"
+BUDGET = "thinking_budget"
 # Errors that values of the wrong shape raise in SGLang's code.
 _SHAPE_ERRORS = (TypeError, LookupError, AttributeError, OverflowError)
 # Made by SGLang itself, of types that are not sent as plain values.
@@ -286,6 +287,19 @@ def check_message(message: Any, vocab_size: int) -> None:
         raise FieldError(
             "min_new_tokens", "with so many stop_token_ids, no token would be left"
         )
+    _check_thinking_budget(message)
+
+
+def _check_thinking_budget(message: Any) -> None:
+    """Refuse a budget that nothing keeps to. A processor of logits may have its own."""
+    budget = (message.sampling_params.custom_params or {}).get(BUDGET)
+    if budget is None or message.custom_logit_processor:
+        return
+    check_value(BUDGET, budget, checks.Whole(-1))
+    if not get_serving().enable_strict_thinking:
+        raise FieldError(BUDGET, "this server has no --enable-strict-thinking")
+    if not message.require_reasoning:
+        raise FieldError(BUDGET, "this request does not reason")
 
 
 @cache

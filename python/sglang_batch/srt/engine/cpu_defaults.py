@@ -69,6 +69,13 @@ _MOST_THINKING = "SGLANG_MAX_THINK_TOKENS"
 _ours: set[str] = set()
 
 
+def set_default(name: str, value: str) -> None:
+    """Set a name of the environment, unless the user did, until the engine ends."""
+    if name not in os.environ:
+        os.environ[name] = value
+        _ours.add(name)
+
+
 def forget_environment() -> None:
     """An engine of this process has ended. The next one may be SGLang's own."""
     for name in _ours:
@@ -79,18 +86,15 @@ def forget_environment() -> None:
 def set_cpu_defaults(server_args: ServerArgs) -> None:
     """Set the environment, and on a CPU limit the KV cache, unless the user chose."""
     view = overrides.resolving_view(server_args)
-    if view.enable_strict_thinking and _MOST_THINKING not in os.environ:
-        os.environ[_MOST_THINKING] = str(2**31 - 1)
-        _ours.add(_MOST_THINKING)
+    if view.enable_strict_thinking:
+        set_default(_MOST_THINKING, str(2**31 - 1))
     if view.device != "cpu":
         return
     # The engine's processes read them when they start.
     waits = os.environ.get("OMP_WAIT_POLICY", "PASSIVE").upper()
     for name, value in ENVIRONMENT.items():
-        is_chosen = name == "GOMP_SPINCOUNT" and waits != "PASSIVE"
-        if name not in os.environ and not is_chosen:
-            os.environ[name] = value
-            _ours.add(name)
+        if name != "GOMP_SPINCOUNT" or waits == "PASSIVE":
+            set_default(name, value)
     if (view.max_total_tokens, server_args.mem_fraction_static) != (None, None):
         return
     model = overrides.model_config_of(server_args)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -202,6 +201,7 @@ def ours(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 def _activate(values: dict[str, Any]) -> None:
     from ...server.webhooks import read_endpoints
     from ..compat import private_api
+    from ..engine.cpu_defaults import set_default
     from .client_keys import check_client_keys
     from .main_process import enter_offline_main
 
@@ -225,7 +225,7 @@ def _activate(values: dict[str, Any]) -> None:
     if not values.get("enable_trace") and traces.exporter() is not None:
         # The exporter reads the environment. SGLang's level 3 has a span for each token.
         values |= {"enable_trace": True, "otlp_traces_endpoint": ""}
-        os.environ.setdefault("SGLANG_TRACE_LEVEL", "2")
+        set_default("SGLANG_TRACE_LEVEL", "2")
     check_client_keys(values, config)
     read_endpoints(config)
     support.check_disaggregation(values, config)

@@ -42,7 +42,8 @@ TIMEOUT_S, WHY_CHARS = 900, 300
 
 CHECKS = (
     *("models", "chat", "stream", "tools", "schema", "embeddings", "responses"),
-    *("messages", "files", "batch", "message batches", "cancel", "paging"),
+    *("completions", "plan", "messages", "files", "batch", "message batches", "cancel"),
+    "paging",
     *("bad call", "bad key", "bad model", "bad file", "unknown batch"),
 )
 
@@ -64,6 +65,8 @@ CLIENTS = {
     # The proxy imports prisma for some errors, database or not.
     "litellm-proxy": Client("litellm_proxy.py", ("litellm[proxy]", "prisma")),
     "inspect_ai": Client("inspect_ai_client.py", ("inspect_ai", "openai", "anthropic")),
+    "daft": Client("daft_client.py", ("daft[openai]",)),
+    "lm_eval": Client("lm_eval_client.py", ("lm_eval[api]", "transformers")),
     "instructor": Client("instructor_client.py", ("instructor",)),
     "any-llm": Client("any_llm_client.py", ("any-llm-sdk[openai,anthropic]",)),
     "pydantic-ai": Client(
@@ -193,13 +196,18 @@ def command_of(client: Client, place: Path) -> list[str]:
 
 
 @contextmanager
-def servers(place: Path, keys: list[str]) -> Iterator[tuple[str, str]]:
-    """A server of chats and one of embeddings, which each know these keys."""
+def servers(place: Path, keys: list[str]) -> Iterator[dict[str, str]]:
+    """A server of chats, one that gathers calls, and one of embeddings, which each know these
+    keys. Yields their URLs, as the settings of a script."""
     names = [f"client-{i} {key}\n" for i, key in enumerate(keys)]
     (place / "keys").write_text("".join(names))
-    config = f"--offline-batch-config={json.dumps({'api_keys': str(place / 'keys')})}"
+    settings = {"api_keys": str(place / "keys")}
+    config, gather = (
+        f"--offline-batch-config={json.dumps(each)}"
+        for each in (settings, {**settings, "gather_s": 0.02})
+    )
     write_demo_model(place / "model")
-    for name in ("chats", "embeddings"):
+    for name in ("chats", "gather", "embeddings"):
         (place / name).mkdir()
     # A random model keeps to the schema of a tool only where SGLang makes it.
     os.environ["SGLANG_TOOL_STRICT_LEVEL"] = "2"
@@ -211,10 +219,13 @@ def servers(place: Path, keys: list[str]) -> Iterator[tuple[str, str]]:
             "--constrained-json-disable-any-whitespace",
         ) as chats,
         launched(
+            place / "model", MODEL, place / "gather", gather, "--dtype=float32"
+        ) as gathers,
+        launched(
             embedding, EMBEDDING_MODEL, place / "embeddings", config, "--is-embedding"
         ) as embeddings,
     ):  # fmt: skip
-        yield chats, embeddings
+        yield {"url": chats, "gather_url": gathers, "embedding_url": embeddings}
 
 
 def main() -> int:
@@ -228,10 +239,10 @@ def main() -> int:
             name: command_of(CLIENTS[name], environments.absolute() / name)
             for name in options.clients or CLIENTS
         }
-        with servers(place, [*keys.values()]) as (url, embedding_url):
-            settings = {"url": url, "embedding_url": embedding_url, "model": MODEL}
-            settings["embedding_model"] = EMBEDDING_MODEL
-            with recorded(url) as recorder:
+        with servers(place, [*keys.values()]) as settings:
+            settings |= {"model": MODEL, "embedding_model": EMBEDDING_MODEL}
+            settings["model_path"] = str(place / "model")
+            with recorded(settings["url"]) as recorder:
                 settings["recorder_url"] = recorder.url
                 for name, command in commands.items():
                     given = settings | {"key": keys[name]}

@@ -80,6 +80,8 @@ WEB = {"fastapi", "starlette"}
 # Outside srt/, these alone import sglang: its frontend language, which runs in users'
 # programs, far from any engine.
 FRONTEND = {"lang.batch_backend", "lang.program_runner"}
+# A dataset of Ray Data comes with Ray.
+RAY = ("sglang_batch.fleet.ray", "sglang_batch.lang.ray_processor")
 # Imports these only when a model is written.
 LAZY = {"run.demo_model": {"torch", "transformers", "tokenizers"}}
 # Where Python itself, SGLang or a user's command enters: pyproject.toml, and modules that
@@ -372,12 +374,12 @@ def test_only_srt_imports_sglang_and_only_srt_and_dense_import_torch() -> None:
     assert not found, listing(found)
 
 
-def test_ray_is_imported_by_its_fleet_alone() -> None:
+def test_ray_is_imported_by_its_fleet_and_for_its_datasets_alone() -> None:
     found = [
         module.where(each)
         for module in OURS
         for each in imports_in(module)
-        if each.top == "ray" and not module.name.startswith("sglang_batch.fleet.ray")
+        if each.top == "ray" and not module.name.startswith(RAY)
     ]
     assert not found, listing(found)
 

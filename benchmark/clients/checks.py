@@ -7,10 +7,12 @@ its checks, and then a line of JSON for each.
 from __future__ import annotations
 
 import json
+import random
 import sys
 import time
 import traceback
-from collections import defaultdict
+import urllib.request
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib.metadata import version
@@ -20,10 +22,14 @@ from pydantic import BaseModel, TypeAdapter
 
 SETTINGS: dict[str, str] = json.loads(sys.argv[1])
 URL, EMBEDDING_URL = SETTINGS["url"], SETTINGS["embedding_url"]
+GATHER_URL = SETTINGS["gather_url"]
 MODEL, EMBEDDING_MODEL = SETTINGS["model"], SETTINGS["embedding_model"]
 KEY, WRONG_KEY = SETTINGS["key"], "sk-of-nobody"
 ENDED = ("completed", "failed", "cancelled", "expired")
 PATIENCE_S, POLL_S = 120, 0.2
+# Of texts with prefixes in common: more tokens than the server has KV for.
+FAMILIES, MEMBERS, PREFIX = 50, 8, 500
+ENOUGH = 0.99  # of their common tokens come from the cache
 
 CHAT, QUESTION = "/v1/chat/completions", "What is a tuple?"
 ASK: Any = [{"role": "user", "content": QUESTION}]
@@ -215,6 +221,44 @@ def check_batches(
             made = [start(jsonl({"plain": SHORT})) for _ in range(3)]
             ids = listed()
             assert ids[:3] == made[::-1] and len(set(ids)) == len(ids), (made, ids)
+
+
+def check_plan(ask_all: Callable[[list[str], str], Any]) -> None:
+    """Calls in no order compute what they share once, at a server that gathers them.
+
+    ask_all: makes calls for these texts, at this URL.
+    """
+
+    salt = len(_checks["plan"])
+
+    @check("plan")
+    def _() -> None:
+        texts = [
+            f"{salt}{family:02d}".ljust(PREFIX, "-") + f"{member}"
+            for family in range(FAMILIES)
+            for member in range(MEMBERS)
+        ]
+        random.Random(1).shuffle(texts)
+        before = _used()
+        ask_all(texts, GATHER_URL)
+        deadline = time.monotonic() + PATIENCE_S
+        # A token is a byte. Usage is counted when a call has ended.
+        while (found := _used() - before)["input_tokens"] < len("".join(texts)):
+            assert time.monotonic() < deadline, found
+            time.sleep(POLL_S)
+        share = found["cached_tokens"] / ((MEMBERS - 1) * FAMILIES * PREFIX)
+        assert share >= ENOUGH, f"{share:.1%} of the shared tokens were cached"
+
+
+def _used() -> Counter[str]:
+    """The tokens of this client's calls."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    usage = f"{GATHER_URL}/offline_batch/usage"
+    asked = urllib.request.Request(usage, headers=headers)
+    with urllib.request.urlopen(asked) as answer:
+        rows = json.load(answer)["data"]
+    names = ("input_tokens", "cached_tokens")
+    return Counter({name: sum(row[name] for row in rows) for name in names})
 
 
 def two_pages(page: Callable[..., Iterable[Any]]) -> list[str]:

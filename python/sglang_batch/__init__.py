@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .lang.frame_job import map_table
+    from .lang.ray_processor import PlannedProcessor
     from .lang.streamer import AnswerColumns, StreamAnswer, Streamer, stream
 
 __version__ = "0.1.0"
 __all__ = [
     "AnswerColumns",
+    "PlannedProcessor",
     "StreamAnswer",
     "Streamer",
     "__version__",
@@ -24,6 +26,7 @@ __all__ = [
 
 # Imported when they are first used: this package is imported everywhere.
 _PLACES = dict.fromkeys(__all__, "lang.streamer") | {"map_table": "lang.frame_job"}
+_PLACES["PlannedProcessor"] = "lang.ray_processor"
 
 
 def __getattr__(name: str) -> Any:

@@ -208,7 +208,7 @@ def map_table(
             flags = flags_of({"model_path": model_path, "url": endpoint, **options})
             body = json.dumps(parsed.body)
             arguments = ["-i", str(rows), "-o", str(results), "--template", body]
-            _run([*arguments, *["--optimize-fields"] * optimize, *flags])
+            run_job([*arguments, *["--optimize-fields"] * optimize, *flags])
         else:
             assert server is not None
             inputs = JobInput(
@@ -243,7 +243,7 @@ def _write(table: Any, path: Path) -> None:
         file.write_table(table)
 
 
-def _run(arguments: list[str]) -> None:
+def run_job(arguments: list[str]) -> None:
     """Run ``sglang-batch run`` and pass on its output, in a process of its own: the engine's
     memory is free afterwards, and its end is not that of the caller.
     """

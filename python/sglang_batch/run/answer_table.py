@@ -194,13 +194,14 @@ def answers_of(
         for number, (_, _, line) in enumerate(read_lines(file)):
             entry = json.loads(line)
             row = number if in_order else int(entry["custom_id"])
-            errors[row] = _error(entry)
+            errors[row] = error_of(entry)
             if errors[row] is None:
                 answers[row] = value(entry["response"]["body"])
     return answers, errors
 
 
-def _error(entry: dict[str, Any]) -> str | None:
+def error_of(entry: dict[str, Any]) -> str | None:
+    """Why a line of results has no answer, or None if it has one."""
     response = entry.get("response") or {}
     if entry.get("error") is None and response.get("status_code") == 200:
         return None

@@ -35,6 +35,8 @@ def test_a_file_of_keys_is_read(tmp_path: Path) -> None:
         "root key-root admin"
     )
     assert read_api_keys(str(path)) == fixed_keys(KEYS)
+    path.write_text(path.read_text(), encoding="utf-8-sig")  # as Windows' editors do
+    assert read_api_keys(str(path)) == fixed_keys(KEYS)
 
 
 @pytest.mark.parametrize(

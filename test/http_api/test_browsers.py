@@ -156,7 +156,9 @@ def test_head_is_get_without_a_body(server: Server) -> None:
                 assert head.headers[name] == got.headers[name]
 
 
-@pytest.mark.parametrize("path", ["/v1/nothing", "/v1/files/a/b/c", "/v1/batches/x/y"])
+@pytest.mark.parametrize(
+    "path", ["/v1/nothing", "/v1/batches/x/y", "/offline_batch/limits/a/b"]
+)
 def test_unknown_paths_have_a_nested_error(server: Server, path: str) -> None:
     answer = server.http.get(path)
     error = error_of(answer)

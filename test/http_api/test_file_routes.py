@@ -30,6 +30,24 @@ def test_content_is_the_bytes_that_were_uploaded(server: Server) -> None:
     assert server.client.files.content(file.id).read() == data
 
 
+@pytest.mark.parametrize(
+    "asked", ["bytes=5-2", "bytes=", "bytes", "bytes=a-b", "lines=0-1", "bytes=0--5"]
+)
+def test_a_range_that_is_none_is_ignored(server: Server, asked: str) -> None:
+    path = f"/v1/files/{server.upload(make_line())}/content"
+    answer = server.http.get(path, headers={"range": asked})
+    assert answer.status_code == 200
+    assert answer.content == server.http.get(path).content
+
+
+def test_a_part_of_a_file(server: Server) -> None:
+    path = f"/v1/files/{server.upload(make_line())}/content"
+    whole = server.http.get(path).content
+    part = server.http.get(path, headers={"range": "bytes=2-5"})
+    assert (part.status_code, part.content) == (206, whole[2:6])
+    assert server.http.get(path, headers={"range": "bytes=9999-"}).status_code == 416
+
+
 def test_an_upload_from_memory_needs_no_suffix(server: Server) -> None:
     file = server.client.files.create(
         file=io.BytesIO(make_line().encode()), purpose="batch"

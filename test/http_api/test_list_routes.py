@@ -78,7 +78,7 @@ def test_a_parameter_of_a_list_out_of_range_is_refused(
     assert answer.status_code == 400
     error = error_of(answer)
     assert error["param"] == param
-    assert param in error["message"]
+    assert param in error["message"] and path.rpartition("=")[2] in error["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,8 @@ import pytest
 from batch_service import batch_row, running_service, submit, until_over
 from builders import make_lines
 from fake_engine import FakeEngine
-from opentelemetry import trace
+from opentelemetry import propagate, trace
+from opentelemetry.propagators.composite import CompositePropagator
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -165,6 +169,7 @@ HTTP = "http/protobuf"
         ({TRACES_ENDPOINT: "http://collector:4317"}, "otlp_proto_grpc"),
         ({"OTEL_TRACES_EXPORTER": "otlp"}, "otlp_proto_grpc"),
         ({ENDPOINT: "http://collector", "OTEL_TRACES_EXPORTER": "none"}, None),
+        ({ENDPOINT: "http://c", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, None),
         (
             {ENDPOINT: "http://collector", "OTEL_EXPORTER_OTLP_PROTOCOL": HTTP},
             "otlp_proto_http",
@@ -194,4 +199,70 @@ def test_without_the_packages_there_are_none(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("os.environ", {ENDPOINT: "http://collector:4317"})
     monkeypatch.setattr(traces, "entry_points", none)
     assert traces.exporter() is None
-    traces.start()  # does nothing
+    assert traces.provider(pytest.fail) is None
+    assert not traces.start(pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"OTEL_EXPORTER_OTLP_TIMEOUT": "10s"}, "'10s'"),
+        ({"OTEL_EXPORTER_OTLP_COMPRESSION": "zstd"}, '"zstd"'),
+        ({"OTEL_BSP_MAX_QUEUE_SIZE": "10"}, "max_queue_size"),
+        ({"OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "many"}, "got many"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_makes_no_traces_and_ends_nothing(
+    environment: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang would end with an error when it makes the same."""
+    for name, value in {ENDPOINT: "http://127.0.0.1:9", **environment}.items():
+        monkeypatch.setenv(name, value)
+    said: list[str] = []
+    assert not traces.start(said.append) and traces.provider(said.append) is None
+    assert len(said) == 2
+    assert all("OTEL_*" in each and reason in each for each in said)
+
+
+def test_sglang_needs_both_exporters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.environ", {ENDPOINT: "http://127.0.0.1:9"})
+    absent = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+    monkeypatch.setitem(sys.modules, absent, None)
+    said: list[str] = []
+    assert traces.provider(said.append) is None
+    assert absent in said[0]
+
+
+def test_propagators_that_are_not_installed_make_no_traces() -> None:
+    """They end the import of OpenTelemetry's module, here in a process of its own."""
+    program = """
+from sglang_batch.job import traces
+said = []
+assert not traces.start(said.append)
+traces.enter({"traceparent": "00-1"})
+assert traces.headers() == {}
+print(*said)
+"""
+    environment = {ENDPOINT: "http://127.0.0.1:9", "OTEL_PROPAGATORS": "b4"}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "Propagator b4 not found" in ended.stdout
+
+
+def test_without_propagators_calls_begin_traces_of_their_own(
+    exported: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``OTEL_PROPAGATORS=none``."""
+    monkeypatch.setattr(propagate, "_HTTP_TEXT_FORMAT", CompositePropagator([]))
+
+    async def scenario() -> None:
+        traces.enter(CALL)
+        async with traces.span("call", root=True):
+            assert traces.headers() == {}
+
+    asyncio.run(scenario())
+    [call] = exported.get_finished_spans()
+    assert ids(call)[1] is None

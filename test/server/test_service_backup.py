@@ -198,6 +198,21 @@ def test_a_backup_through_a_pipe_and_at_a_url(tmp_path: Path) -> None:
     assert main(["restore", url, f"--offline-batch-dir={tmp_path / 'new'}"]) == 0
 
 
+@pytest.mark.parametrize("target", ["", ".", "http://127.0.0.1:9/batches.tar"])
+def test_a_backup_to_what_is_no_file_is_refused_before_it_is_made(
+    tmp_path: Path,
+    target: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    BatchStore(tmp_path / "live").close()
+    monkeypatch.chdir(tmp_path)
+    assert main(["backup", target, f"--offline-batch-dir={tmp_path / 'live'}"]) == 2
+    said = capsys.readouterr().err
+    assert f"error: {target!r} is " in said and "name a file" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["live"]
+
+
 @pytest.mark.parametrize("cut", [0, 100, 5000, -11_000])
 def test_part_of_a_backup_is_refused(tmp_path: Path, cut: int) -> None:
     BatchStore(tmp_path / "live").close()

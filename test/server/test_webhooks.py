@@ -272,8 +272,10 @@ def test_pauses_grow_and_differ(
         # What is past, or cannot be read, leaves the pause as it is.
         (-3600, 20),
         *((text, 20) for text in ("0", "-5", "soon", "1e3", "nan", "²")),
+        ("Mon, 01 Jan 99999999999 00:00:00 GMT", 20),
+        ("Mon, 01 Jan 2030 00:00:00 +9999999999999999", 20),
     ],
-    ids=range(11),
+    ids=range(13),
 )
 def test_a_receiver_can_ask_for_a_longer_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: str | int, seconds: float
@@ -304,6 +306,20 @@ def test_a_receiver_can_ask_for_a_longer_pause(
             service.store.rows("UPDATE webhooks SET due_at = 0 RETURNING id")
             await until(lambda: not pending(service))
             assert len(set(receiver.ids)) == 1
+
+    run(scenario())
+
+
+def test_what_was_taken_is_not_sent_again_for_an_odd_pause(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with (
+            receiving() as receiver,
+            hooked(tmp_path, f"* {receiver.url()} {SECRET}") as service,
+        ):
+            receiver.headers["Retry-After"] = "Mon, 01 Jan 99999999999 00:00:00 GMT"
+            await ended(service)
+            await until(lambda: not pending(service) and receiver.calls)
+            assert len(receiver.calls) == 1
 
     run(scenario())
 

@@ -174,6 +174,9 @@ def opened(name: str, mode: str) -> Iterator[Any]:
     try:
         if name == "-":
             yield (sys.stdin if mode == "rb" else sys.stdout).buffer
+        elif (mode == "wb" and _is_http(name)) or Path(name).is_dir():
+            what = "a directory" if Path(name).is_dir() else "not a place to write to"
+            raise ConfigError(f"{named(name)!r} is {what}; name a file.")
         elif not is_url(name):
             with open(name, mode) if mode == "rb" else atomic_write(Path(name)) as file:
                 yield file

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -25,27 +25,49 @@ def exporter() -> EntryPoint | None:
         return None
     general = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")  # unknown to SGLang
     protocol = os.environ.setdefault("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", general)
-    name = f"otlp_proto_{protocol.partition('/')[0]}"
+    name = f"otlp_proto_{protocol.removesuffix('/protobuf')}"  # none has http/json
     found = entry_points(group="opentelemetry_traces_exporter", name=name)
     return next(iter(found), None)
 
 
-def start() -> bool:
+def provider(say: Callable[[str], None]) -> Any:
+    """What makes spans for the collector that the environment names, None without one.
+
+    None as well if the environment cannot be used: SGLang,
+    which makes the same, would end. ``say`` gets why.
+    """
+    if (found := exporter()) is None:
+        return None
+    try:
+        for name in ("grpc", "http"):  # SGLang imports both
+            import_module(f"opentelemetry.exporter.otlp.proto.{name}.trace_exporter")
+        import_module("opentelemetry.propagate")
+        from opentelemetry.sdk.trace import TracerProvider, export
+
+        # Without a collector, its shutdown could take half a minute.
+        made = TracerProvider(shutdown_on_exit=False)
+        made.add_span_processor(
+            export.BatchSpanProcessor(
+                found.load()(), schedule_delay_millis=500, max_export_batch_size=64
+            )
+        )
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        say(f"No traces: the environment's OTEL_* variables cannot be used ({reason}).")
+        return None
+    return made
+
+
+def start(say: Callable[[str], None]) -> bool:
     """Whether there is a provider, made here if the environment asks and SGLang did not."""
-    if (found := exporter()) is None and "opentelemetry.trace" not in sys.modules:
+    if exporter() is None and "opentelemetry.trace" not in sys.modules:
         return False
     trace: Any = import_module("opentelemetry.trace")
-    is_made = not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
-    if found is None or is_made:
-        return is_made
-    from opentelemetry.sdk.trace import TracerProvider, export
-
-    # Without a collector, its shutdown could take half a minute.
-    provider = TracerProvider(shutdown_on_exit=False)
-    sender = export.BatchSpanProcessor(found.load()(), schedule_delay_millis=500)
-    provider.add_span_processor(sender)
-    trace.set_tracer_provider(provider)
-    return True
+    if not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+        return True
+    if (made := provider(say)) is not None:
+        trace.set_tracer_provider(made)
+    return made is not None
 
 
 @asynccontextmanager
@@ -79,13 +101,14 @@ def note(status: str | None = None, /, **attributes: Any) -> None:
 def headers() -> dict[str, str]:
     """The present span as W3C headers of a call, none without one."""
     found: dict[str, str] = {}
-    if "opentelemetry.trace" in sys.modules:
-        import_module("opentelemetry.propagate").inject(found)
+    if (propagate := sys.modules.get("opentelemetry.propagate")) is not None:
+        propagate.inject(found)
     return found
 
 
 def enter(headers: Mapping[str, str]) -> None:
     """Have the present task continue the trace of a call's headers, or none."""
-    if "opentelemetry.trace" in sys.modules:
-        context = import_module("opentelemetry.propagate").extract(headers)
-        import_module("opentelemetry.context").attach(context)
+    if (propagate := sys.modules.get("opentelemetry.propagate")) is not None:
+        context: Any = import_module("opentelemetry.context")
+        # Without propagators (OTEL_PROPAGATORS=none), it is the one that is given.
+        context.attach(propagate.extract(headers, context.Context()))

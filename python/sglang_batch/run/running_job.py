@@ -171,7 +171,7 @@ class RunningJob:
                 engine, loop = stack.enter_context(started)
                 self._fleet = engine if isinstance(engine, FleetEngine) else None
                 loop.run_until_complete(engine.connect())
-            export_s = 1.0 if traces.start() else 0.0
+            export_s = 1.0 if traces.start(self.display.say) else 0.0
             self._started = True
             capacity = f"{engine.machine.limits.kv_capacity_tokens:,} tokens of KV"
             self.display.say(

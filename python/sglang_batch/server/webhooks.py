@@ -285,7 +285,7 @@ def _asked_pause_s(text: str) -> float:
     date. 0 if it has none that can be read."""
     try:
         date_or_s = float(text) if text.isdecimal() else parsedate_to_datetime(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0
     if isinstance(date_or_s, datetime):
         date_or_s = date_or_s.timestamp() - time.time()

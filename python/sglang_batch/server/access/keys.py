@@ -156,7 +156,7 @@ def read_api_keys(path: str) -> FixedKeys:
 def lines_of_words(setting: str, path: str) -> Iterator[tuple[int, list[str]]]:
     """The lines of a setting's file, without comments. ConfigError: it cannot be read."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{setting}: cannot read {path!r}: {error}.") from None
     for number, line in enumerate(text.split("\n"), 1):

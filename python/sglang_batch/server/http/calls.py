@@ -180,7 +180,9 @@ def _api_error(request: Request, error: Exception) -> ApiError:
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         param = str(first["loc"][-1])
-        message = f"Invalid value for '{param}': {first['msg']}."
+        message = (
+            f"Invalid value for '{param}': {first['input']!r:.100}. {first['msg']}."
+        )
         return ApiError(400, message, param=param)
     if isinstance(error, HTTPException):  # such as a form that cannot be parsed
         headers = dict(error.headers or {})
@@ -244,13 +246,13 @@ def error_at(scope: Scope, error: ApiError) -> JSONResponse:
 async def answer_unknown(request: Request, error: Exception) -> Response:
     """Answer a call that no route takes, on SGLang's app or another.
 
-    Its handler for ``starlette.exceptions.HTTPException``. Below ``/v1`` and the paths
-    of our routes, a 404 and a 405 have the format of all our errors.
+    Its handler for ``starlette.exceptions.HTTPException``. Below ``/v1``, ``/offline_batch`` and
+    the paths of our routes, a 404 and a 405 have the format of all our errors.
     """
     assert isinstance(error, HTTPException)
     path = path_of(request.scope)
     methods = _routes.methods(request.scope)
-    is_ours = f"{path}/".startswith("/v1/") or methods
+    is_ours = f"{path}/".startswith(("/v1/", "/offline_batch/")) or methods
     if not is_ours or error.status_code not in (404, 405):
         return await http_exception_handler(request, error)
     named = f"{request.method} {path[:200]}"

@@ -80,7 +80,7 @@ async def serve(
     keys = given_keys(config, options.api_key, options.admin_api_key)
     read_endpoints(config)
     store = BatchStore(directory)
-    traces.start()
+    traces.start(logger.warning)
     engine = FleetEngine(
         [HttpPlace(url, workers_key) for url in urls],
         next_epoch(directory),

@@ -53,7 +53,8 @@ def _one_of(choices: Iterable[str]) -> tuple[Any, Any]:
 def _window(value: object) -> object:
     short = isinstance(value, str) and len(value) <= api.MAX_ID_LEN
     if short and api.window_seconds(str(value)) is None:
-        raise ValueError("Use '24h' or another duration such as '30m', '6h' or '7d'")
+        most = api.MAX_WINDOW_S // 86_400
+        raise ValueError(f"Use a duration of up to {most} days, such as '24h' or '30m'")
     return value
 
 

@@ -14,6 +14,7 @@ from typing import BinaryIO
 import msgspec
 from fastapi.responses import FileResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
+from starlette.responses import MalformedRangeHeader
 from starlette.staticfiles import NotModifiedResponse, StaticFiles
 from starlette.types import Receive, Scope, Send
 
@@ -49,6 +50,14 @@ def file_response(
 
 class _StoredFile(FileResponse):
     """A file, or 304 for a client that says it has it."""
+
+    @classmethod
+    def _parse_range_header(
+        cls, http_range: str, file_size: int
+    ) -> list[tuple[int, int]]:
+        with suppress(MalformedRangeHeader):
+            return super()._parse_range_header(http_range, file_size)
+        return []  # the whole file, by RFC 9110 (14.2)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked = Headers(scope=scope)

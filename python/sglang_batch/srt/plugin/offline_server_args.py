@@ -222,7 +222,8 @@ def _activate(values: dict[str, Any]) -> None:
             f'attention="stock" contradicts --attention-backend {ATTENTION_BACKEND}; '
             "drop one."
         )
-    if not values.get("enable_trace") and traces.exporter() is not None:
+    if not values.get("enable_trace") and (trial := traces.provider(logger.warning)):
+        trial.shutdown()
         # The exporter reads the environment. SGLang's level 3 has a span for each token.
         values |= {"enable_trace": True, "otlp_traces_endpoint": ""}
         set_default("SGLANG_TRACE_LEVEL", "2")

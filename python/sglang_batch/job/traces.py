@@ -33,8 +33,8 @@ def exporter() -> EntryPoint | None:
 def provider(say: Callable[[str], None]) -> Any:
     """What makes spans for the collector that the environment names, None without one.
 
-    None as well if the environment cannot be used: SGLang,
-    which makes the same, would end. ``say`` gets why.
+    None as well if the environment cannot be used: SGLang, which makes the same, would
+    end. ``say`` gets why.
     """
     if (found := exporter()) is None:
         return None

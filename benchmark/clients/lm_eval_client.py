@@ -97,10 +97,15 @@ def in_one_list(texts: list[str], url: str) -> None:
     completions(generates(texts), url, batch_size=len(texts))
 
 
+def in_lists_of_one(texts: list[str], url: str) -> None:
+    completions(generates(texts), url, num_concurrent=64)
+
+
 def side_by_side(texts: list[str], url: str) -> None:
     chats(texts, url, num_concurrent=64)
 
 
 c.check_plan(in_one_list)
+c.check_plan(in_lists_of_one)
 c.check_plan(side_by_side)
 c.report("lm_eval")

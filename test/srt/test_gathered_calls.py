@@ -52,12 +52,21 @@ class Manager:
         self.offline_unsent: dict[str, Any] = {}
 
     async def call(self, rid: str, prompt: list[int]) -> None:
-        message = SimpleNamespace(
+        await self._send_one_request(self._message(rid, prompt))
+
+    async def call_with_list(self, rid: str, prompt: list[int]) -> None:
+        messages: Any = [self._message(rid, prompt)]
+        await gathered_calls.gather_one(_send_list, self, messages)
+
+    def _message(self, rid: str, prompt: list[int]) -> Any:
+        self.rid_to_state[rid] = SimpleNamespace(
             rid=rid, input_ids=array("q", prompt), mm_inputs=None,
             sampling_params=SimpleNamespace(max_new_tokens=4, ignore_eos=True),
         )  # fmt: skip
-        self.rid_to_state[rid] = message
-        await gathered_calls.gather(_send, self, message)  # type: ignore[arg-type]
+        return self.rid_to_state[rid]
+
+    async def _send_one_request(self, message: Any) -> None:
+        await gathered_calls.gather(_send, self, message)
 
     def answer(self, *rids: str) -> None:
         for rid in rids:
@@ -74,6 +83,11 @@ class Manager:
 
 async def _send(manager: Any, message: Any) -> None:
     manager.sent.append(message.rid)
+
+
+async def _send_list(manager: Any, messages: Any) -> None:
+    for message in messages:
+        await _send(manager, message)
 
 
 PROMPT = [1] * 20
@@ -173,3 +187,25 @@ def test_calls_without_a_plan_are_sent_all_the_same(
 
     asyncio.run(scenario())
     assert "1 calls could not be planned" in caplog.text
+
+
+def test_a_list_of_one_is_a_single_call(engine: Engine) -> None:
+    async def scenario() -> None:
+        manager = Manager(engine)
+        await manager.call_with_list("a", PROMPT)
+        await manager.until(lambda: manager.sent == ["a"])
+        assert [names for _, _, names, _ in engine.opened] == [("a",)]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("gather_s", "count"), [(0.01, 2), (None, 1)])
+def test_other_lists_are_sent_as_they_are(
+    engine: Engine, gather_s: float | None, count: int
+) -> None:
+    manager = Manager(engine)
+    manager.server_args.offline_config = OfflineBatchConfig(gather_s=gather_s)
+    messages: Any = [SimpleNamespace(rid=rid) for rid in "ab"[:count]]
+    asyncio.run(gathered_calls.gather_one(_send_list, manager, messages))
+    assert manager.sent == ["a", "b"][:count]
+    assert not engine.opened

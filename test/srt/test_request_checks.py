@@ -177,6 +177,19 @@ def test_ids_of_lines_are_let_through_and_are_ours(begin: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("prompts", "samples", "is_job"), [(1, 1, False), (2, 1, True), (1, 2, True)]
+)
+def test_several_answers_of_a_call_are_a_job(
+    prompts: int, samples: int, is_job: bool
+) -> None:
+    """One is a single call, also in a list."""
+    params = {"n": samples}
+    line = GenerateReqInput(input_ids=[[1, 2]] * prompts, sampling_params=params)
+    normalize(vars(GenerateReqInput)["normalize_batch_and_arguments"], line)
+    assert {is_of_a_job(rid) for rid in line.rid} == {is_job}
+
+
+@pytest.mark.parametrize(
     "name", ["", "/data/answers.jsonl", "s3://bucket/job [1]", "名"]
 )
 def test_lines_of_named_jobs_are_known_by_their_ids(name: str) -> None:

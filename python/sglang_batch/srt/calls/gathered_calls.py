@@ -62,6 +62,18 @@ async def gather(
     return None
 
 
+async def gather_one(
+    original: Callable[[Any, list[Message]], Awaitable[None]],
+    manager: Any,
+    messages: list[Message],
+) -> None:
+    """AROUND hook on ``TokenizerManager._send_batch_request``: a list of one is a single call."""
+    if manager.server_args.offline_config.gather_s is None or len(messages) > 1:
+        await original(manager, messages)
+    else:
+        await manager._send_one_request(messages[0])
+
+
 @dataclass(slots=True)
 class _Call:
     """A call. sent: whether the scheduler has it.

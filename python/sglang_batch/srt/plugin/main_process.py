@@ -100,5 +100,6 @@ def _register_http_hooks() -> None:
     register(hooks.LIST_HOOK, list_calls.plan_list, around, hooks.own)
     register(hooks.SEND_HOOK, gathered_calls.gather, around, hooks.own)
     register(hooks.SEND_HOOK, pairing.pair_message, before, hooks.own)
+    register(hooks.BATCH_SEND_HOOK, gathered_calls.gather_one, around, hooks.own)
     register(hooks.BATCH_SEND_HOOK, pairing.pair_messages, before, hooks.own)
     register(hooks.ABORT_HOOK, call_items.abort_unsent, before, hooks.own)

@@ -220,7 +220,7 @@ def normalize(original: Callable[[Any], None], adapted: Any) -> None:
             # Lists of fewer values than there are prompts are found here.
             for i in range(len(adapted.rid)):
                 adapted[i]
-            if unnamed:
+            if unnamed and adapted.batch_size * samples > 1:
                 name_list(adapted)
     except _SHAPE_ERRORS as error:
         raise ValueError(f"The request cannot be used: {error}") from error

@@ -15,7 +15,16 @@ from bench_clients import CHECKS, CLIENTS, NOTES, SCRIPTS, outcomes_of
 SHARED = {"checks.py", "checks.mjs"}
 FOUND = sorted(path for path in SCRIPTS.iterdir() if path.suffix in (".py", ".mjs"))
 SETTINGS = dict.fromkeys(
-    ("url", "embedding_url", "model", "embedding_model", "key", "recorder_url"), "none"
+    (
+        "url",
+        "gather_url",
+        "embedding_url",
+        "model",
+        "embedding_model",
+        "key",
+        "recorder_url",
+    ),
+    "none",
 )
 CHUNK = {
     "id": "1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,11 @@ import pytest
 import torch
 
 from sglang_batch.dense.model import ModelOptions, is_multiplied, load_model
-from sglang_batch.srt.engine.cpu_defaults import KV_BYTES, default_limits
+from sglang_batch.srt.engine.cpu_defaults import (
+    ENVIRONMENT,
+    KV_BYTES,
+    default_limits,
+)
 
 CHOSEN = """if True:
     import json, sys
@@ -66,7 +71,7 @@ def checkpoint(demo_model: Path, folder: Path, dtype: str) -> str:
     return str(path)
 
 
-ENVIRONMENT = """if True:
+CHOOSES = """if True:
     import os
     from sglang_batch.srt.engine import cpu_defaults
     from sglang_batch.srt.engine.in_process import parse_server_args, resolve
@@ -87,13 +92,46 @@ ENVIRONMENT = """if True:
 def test_its_processes_keep_freed_memory_unless_the_user_chose(
     demo_model: Path,
 ) -> None:
-    command = [sys.executable, "-c", ENVIRONMENT.replace("{model}", str(demo_model))]
+    command = [sys.executable, "-c", CHOOSES.replace("{model}", str(demo_model))]
     done = preloaded.run(command)
     active, after, passive, _ = done.stdout.splitlines()
     kept = [str(1 << 30), str(32 << 20), "glibc.malloc.hugetlb=1"]
     assert active.split() == ["ACTIVE", "None", *kept], done.stderr
     assert passive.split() == ["passive", "3000", *kept]
     assert after.split() == ["ACTIVE", *["None"] * 4], "the next engine may be SGLang's"
+
+
+UNDONE = """if True:
+    import os
+    from sglang_batch.srt.engine.in_process import parse_server_args, resolve
+    from sglang_batch.srt.plugin import defaults
+
+    os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://127.0.0.1:9"
+    os.environ["OTEL_EXPORTER_OTLP_PROTOCOL"] = "http/protobuf"
+    before = dict(os.environ)
+    flags = ["--enable-strict-thinking", "--reasoning-parser=qwen3", "--device=cpu"]
+    resolve(parse_server_args(["--model-path={model}", *flags]), print)
+    print("set", *sorted(os.environ.keys() - before.keys()))
+    defaults.undo(None, None)
+    after = dict(os.environ)
+    print("left", *(name for name in after if after[name] != before.get(name)))
+"""
+
+
+def test_the_next_engine_of_a_process_has_the_users_environment(
+    demo_model: Path,
+) -> None:
+    command = [sys.executable, "-c", UNDONE.replace("{model}", str(demo_model))]
+    done = preloaded.run(command)
+    *_, found, left = done.stdout.splitlines()
+    ours = {
+        *ENVIRONMENT,
+        "SGLANG_MAX_THINK_TOKENS",
+        "SGLANG_TRACE_LEVEL",
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
+    }
+    assert ours <= {*found.split(), *os.environ}, done.stderr
+    assert ours.isdisjoint(left.split()), "SGLang sets others itself"
 
 
 @pytest.mark.parametrize(

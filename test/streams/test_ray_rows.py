@@ -45,15 +45,15 @@ def test_results_become_columns() -> None:
         "generated_text": "yes", "num_input_tokens": 9, "num_cached_tokens": 8,
         "num_generated_tokens": 2,
     }  # fmt: skip
-    assert _columns(line, goes_on=False) == columns
-    assert _columns(line, goes_on=True) == {**columns, "__inference_error__": ""}
+    assert _columns(line, continues=False) == columns
+    assert _columns(line, continues=True) == {**columns, "__inference_error__": ""}
 
 
 def test_a_row_that_failed_ends_the_job_or_has_an_error() -> None:
     line = result(error={"code": "engine_died", "message": "The engine died."})
-    failed = _columns(line, goes_on=True)
+    failed = _columns(line, continues=True)
     assert "The engine died." in failed.pop("__inference_error__")
     assert set(failed.values()) == {"", 0}
     said = "row 4 failed: .*The engine died.* should_continue_on_error=True"
     with pytest.raises(EngineError, match=said):
-        _columns(line, goes_on=False)
+        _columns(line, continues=False)

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import uvloop
@@ -52,11 +51,11 @@ logger = logging.getLogger(__name__)
 
 
 class FleetEngine(FleetWorkers):
-    """Runs requests on workers."""
+    """Runs requests on workers. Arguments and errors are those of :class:`.FleetWorkers`."""
 
-    @cached_property
-    def _jobs(self) -> dict[str, FleetJob]:
-        return {}
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._jobs: dict[str, FleetJob] = {}
 
     @property
     def model_names(self) -> tuple[str, ...]:

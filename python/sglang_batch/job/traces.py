@@ -15,6 +15,13 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 MOST_LINES = 100  # of a job that have spans, spread evenly
+PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+
+
+def protocol() -> str:
+    """How the environment wants spans to be sent."""
+    general = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    return os.environ.get(PROTOCOL, general)
 
 
 def exporter() -> EntryPoint | None:
@@ -23,9 +30,7 @@ def exporter() -> EntryPoint | None:
     default = "otlp" if any(map(os.environ.get, endpoints)) else "none"
     if "otlp" not in os.environ.get("OTEL_TRACES_EXPORTER", default):
         return None
-    general = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")  # unknown to SGLang
-    protocol = os.environ.setdefault("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", general)
-    name = f"otlp_proto_{protocol.removesuffix('/protobuf')}"  # none has http/json
+    name = f"otlp_proto_{protocol().removesuffix('/protobuf')}"  # none has http/json
     found = entry_points(group="opentelemetry_traces_exporter", name=name)
     return next(iter(found), None)
 

@@ -83,8 +83,8 @@ class PlannedProcessor:
                 if made.refused:
                     raise InputError(made.refused)
                 file.write(made.line + b"\n")
-        goes_on: bool = config.should_continue_on_error
-        options: dict[str, Any] = {"skip_invalid": goes_on}
+        continues: bool = config.should_continue_on_error
+        options: dict[str, Any] = {"skip_invalid": continues}
         if "workers" not in config.engine_kwargs:
             engines = config.get_concurrency()
             options["engines"] = "{min_size}:{max_size}".format(**engines)
@@ -94,7 +94,7 @@ class PlannedProcessor:
         run_job(["-i", str(source), "-o", str(results), *flags_of(options)])
         with results.open("rb") as file:
             while part := list(islice(file, _BLOCK_ROWS)):
-                yield pyarrow.Table.from_pylist([_columns(x, goes_on) for x in part])
+                yield pyarrow.Table.from_pylist([_columns(x, continues) for x in part])
 
 
 def _body(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,11 +105,11 @@ def _body(data: Mapping[str, Any]) -> dict[str, Any]:
     return body | {_NAMES.get(name, name): v for name, v in params if v is not None}
 
 
-def _columns(line: bytes, goes_on: bool) -> dict[str, Any]:
+def _columns(line: bytes, continues: bool) -> dict[str, Any]:
     """The new columns of a row, from its line of results. Raises EngineError if it failed."""
     entry = json.loads(line)
     error = error_of(entry)
-    if error and not goes_on:
+    if error and not continues:
         raise EngineError(
             f"row {entry['custom_id']} failed: {error} Keep the others with "
             "should_continue_on_error=True."
@@ -123,4 +123,4 @@ def _columns(line: bytes, goes_on: bool) -> dict[str, Any]:
         "num_cached_tokens": details.get("cached_tokens", 0),
         "num_generated_tokens": usage.get("completion_tokens", 0),
     }
-    return columns | ({"__inference_error__": error or ""} if goes_on else {})
+    return columns | ({"__inference_error__": error or ""} if continues else {})

@@ -16,6 +16,7 @@ from sglang.srt.arg_groups import overrides
 from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
 
 from ...dense.model import is_multiplied
+from .environment import set_default
 from .machine import model_spec
 
 if TYPE_CHECKING:
@@ -63,34 +64,11 @@ def choose_dtype(
         config.dtype = torch.float32
 
 
-# If it is set, SGLang keeps to budgets also with parsers that exclude no tokens.
-_MOST_THINKING = "SGLANG_MAX_THINK_TOKENS"
-# Names in the environment that are not the user's.
-_ours: set[str] = set()
-
-
-def set_default(name: str, value: str) -> None:
-    """Set a name of the environment, unless the user did, until the engine ends."""
-    if name not in os.environ:
-        os.environ[name] = value
-        _ours.add(name)
-
-
-def forget_environment() -> None:
-    """An engine of this process has ended. The next one may be SGLang's own."""
-    for name in _ours:
-        os.environ.pop(name, None)
-    _ours.clear()
-
-
 def set_cpu_defaults(server_args: ServerArgs) -> None:
-    """Set the environment, and on a CPU limit the KV cache, unless the user chose."""
+    """On a CPU, set the environment and limit the KV cache, unless the user chose."""
     view = overrides.resolving_view(server_args)
-    if view.enable_strict_thinking:
-        set_default(_MOST_THINKING, str(2**31 - 1))
     if view.device != "cpu":
         return
-    # The engine's processes read them when they start.
     waits = os.environ.get("OMP_WAIT_POLICY", "PASSIVE").upper()
     for name, value in ENVIRONMENT.items():
         if name != "GOMP_SPINCOUNT" or waits == "PASSIVE":

@@ -21,7 +21,8 @@ from ...errors import ConfigError, ExitStatus
 from ...planner.choosing.ways import MOST_GRAPH_ROWS
 from ..compat import support, tiers
 from ..compat.offline_hooks import is_offline
-from ..engine.cpu_defaults import forget_environment, set_cpu_defaults
+from ..engine.cpu_defaults import set_cpu_defaults
+from ..engine.environment import forget_defaults, set_default
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -63,7 +64,7 @@ def _declare(server_args: ServerArgs, **fields: Any) -> None:
 def undo(_result: None, engine: Any) -> None:
     """AFTER hook on ``Engine.shutdown``: garbage and environment are as they were before."""
     global _gc_before
-    forget_environment()
+    forget_defaults()
     if _gc_before is not None:
         gc.set_threshold(*_gc_before)
         _gc_before = None
@@ -136,6 +137,9 @@ def _check(server_args: ServerArgs, previous: ResolutionStep) -> None:
             _check_model(server_args, previous)
         else:
             previous(server_args)
+    if resolving_view(server_args).enable_strict_thinking:
+        # If it is set, SGLang keeps to budgets also with parsers that exclude no tokens.
+        set_default("SGLANG_MAX_THINK_TOKENS", str(2**31 - 1))
     set_cpu_defaults(server_args)
 
 

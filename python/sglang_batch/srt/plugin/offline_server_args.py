@@ -201,7 +201,7 @@ def ours(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 def _activate(values: dict[str, Any]) -> None:
     from ...server.webhooks import read_endpoints
     from ..compat import private_api
-    from ..engine.cpu_defaults import set_default
+    from ..engine.environment import set_default
     from .client_keys import check_client_keys
     from .main_process import enter_offline_main
 
@@ -227,6 +227,7 @@ def _activate(values: dict[str, Any]) -> None:
         # The exporter reads the environment. SGLang's level 3 has a span for each token.
         values |= {"enable_trace": True, "otlp_traces_endpoint": ""}
         set_default("SGLANG_TRACE_LEVEL", "2")
+        set_default(traces.PROTOCOL, traces.protocol())  # SGLang reads no other name
     check_client_keys(values, config)
     read_endpoints(config)
     support.check_disaggregation(values, config)

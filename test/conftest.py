@@ -48,12 +48,17 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 # What engines measure is kept where no other run of the tests, and no user, finds it.
-if (
-    "SGLANG_BATCH_TEST_DATA" not in os.environ
-):  # else xdist's workers have their parent's
-    _data = tempfile.mkdtemp(prefix="sglang-batch-test-data-")
-    os.environ["SGLANG_BATCH_TEST_DATA"] = os.environ["XDG_DATA_HOME"] = _data
-    atexit.register(shutil.rmtree, _data, ignore_errors=True)
+if "SGLANG_BATCH_TEST_DATA" not in os.environ:  # else xdist's workers have their parent's
+    os.environ["SGLANG_BATCH_TEST_DATA"] = tempfile.mkdtemp(
+        prefix="sglang-batch-test-data-"
+    )
+    atexit.register(
+        shutil.rmtree, os.environ["SGLANG_BATCH_TEST_DATA"], ignore_errors=True
+    )
+DATA = Path(os.environ["SGLANG_BATCH_TEST_DATA"]) / os.environ.get(
+    "PYTEST_XDIST_WORKER", "alone"
+)
+os.environ["XDG_DATA_HOME"] = str(DATA)
 
 
 # Processes of tests import the same helpers, and start as sitecustomize.py says.
@@ -84,6 +89,12 @@ def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _warnings_are_logged() -> None:
     """SGLang sets the level of all logs of its process; another test may have run it."""
     logging.getLogger().setLevel(logging.WARNING)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_measured() -> None:
+    """How long steps took in another file's engines does not change how these run."""
+    (DATA / "sglang-batch" / "timed_steps.json").unlink(missing_ok=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

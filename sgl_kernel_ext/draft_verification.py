@@ -1,7 +1,7 @@
-"""Verification of drafts (``--speculative-algorithm NGRAM``) in PyTorch, for SGLang on a CPU.
+"""Verification of drafts (``--speculative-algorithm``) in PyTorch, for SGLang on a CPU.
 
-SGLang drafts with a C++ library that runs anywhere. The steps after a draft need Triton or
-compiled operators. Each function here has the arguments of the kernel whose place it takes.
+N-grams come from a C++ library that runs anywhere, and draft models are models. The steps after
+a draft need Triton or compiled operators. Each function here has the arguments of the kernel whose place it takes.
 A step verifies a tree of ``num_drafts`` tokens per request. Node 0 is the request's last
 token, and the children of a node are its first child and that one's siblings.
 """
@@ -28,8 +28,8 @@ def tree_links(
 ) -> None:
     """Write where the tokens of trees are, and how the trees branch.
 
-    tree_mask: bool ``[batch_size * num_drafts * num_drafts]``: of each node, itself and the
-        nodes above it, which come before it.
+    tree_mask: bool ``[batch_size, num_drafts, num_drafts]``, of any shape: of each node, itself
+        and the nodes above it, which come before it.
     verified_seq_len: ``[batch_size]``, tokens before the draft.
     positions: ``[batch_size * num_drafts]``, in the request. Written, like all that follow.
     retrieve_index: ``[batch_size, num_drafts]``, numbers of the nodes in the batch.
@@ -54,6 +54,56 @@ def tree_links(
             else:
                 retrieve_next_token[row, parent] = node
             last_child[parent] = node
+
+
+def build_tree(
+    parent_list: Tensor,
+    top_scores_index: Tensor,
+    seq_lens: Tensor,
+    tree_mask: Tensor,
+    positions: Tensor,
+    retrieve_index: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
+    topk: int,
+    spec_steps: int,
+    num_verify_tokens: int,
+    tree_mask_mode: int,
+) -> None:
+    """Link the best candidates of a draft model into trees.
+
+    Each step of the draft model makes ``topk`` candidates of each of its ``topk`` tokens, the
+    first step of the last token alone. They are numbered through, step after step.
+
+    parent_list: ``[batch_size, ...]``: by group of ``topk`` candidates, the number of the one
+        that they follow. The first group follows the last token.
+    top_scores_index: ``[batch_size, num_drafts - 1]``, candidates in the tree, ascending.
+    seq_lens: ``[batch_size]``, tokens before the draft.
+    tree_mask: bool, one after the other of each request ``[num_drafts, length + num_drafts]``,
+        where columns before the draft are set. Written, like all that follow.
+    positions, retrieve_index, retrieve_next_token, retrieve_next_sibling: see
+        :func:`tree_links`.
+    """
+    number = len(seq_lens)
+    seen = torch.eye(num_verify_tokens, dtype=torch.bool).repeat(number, 1, 1)
+    pairs = zip(top_scores_index.tolist(), parent_list.tolist(), strict=True)
+    for row, (candidates, parents) in enumerate(pairs):
+        at = {candidate: node for node, candidate in enumerate(candidates, 1)}
+        for candidate, node in at.items():
+            group = candidate // topk
+            # Where scores are equal, a candidate may be there without its parent.
+            parent = at.get(parents[group], node) if group else 0
+            seen[row, node] |= seen[row, parent]
+    tree_links(
+        seen, seq_lens, positions, retrieve_index, retrieve_next_token,
+        retrieve_next_sibling, number, num_verify_tokens,
+    )  # fmt: skip
+    begin = 0
+    for drafts, length in zip(seen, seq_lens.tolist(), strict=True):
+        width = length + num_verify_tokens
+        end = begin + num_verify_tokens * width
+        tree_mask[begin:end].view(-1, width)[:, length:] = drafts
+        begin = end
 
 
 def _children(first: list[int], sibling: list[int], node: int) -> Iterator[int]:
@@ -214,6 +264,23 @@ def assigned_slots(
     return torch.cat([req_to_token[row, first:end] for row, first, end in spans]).long()
 
 
+def drafted_slots(
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    seq_lens: Tensor,
+    out_cache_loc: Tensor,
+    topk: int,
+    num_cols: int,
+    positions: None = None,
+    mrope: None = None,
+) -> None:
+    """Write the ``topk * num_cols`` slots of each request behind its tokens."""
+    ends = seq_lens + topk * num_cols
+    spans = _spans(req_pool_indices, seq_lens, ends)
+    slots = [req_to_token[row, first:end] for row, first, end in spans]
+    out_cache_loc.copy_(torch.cat(slots))
+
+
 def _spans(
     rows: Tensor, starts: Tensor, ends: Tensor
 ) -> Iterator[tuple[int, int, int]]:
@@ -235,3 +302,11 @@ def accepted_slots(
     nodes = accept_index.flatten()[:size]
     slots = out_cache_loc[nodes[nodes >= 0].long()]
     found[: len(slots)] = slots
+
+
+def last_tokens(
+    accept_tokens: Tensor, accept_lens: Tensor, found: Tensor, width: int, number: int
+) -> None:
+    """Write the last of each request's ``accept_lens`` tokens, of ``width`` each."""
+    last = accept_lens.long().unsqueeze(1) - 1
+    found.copy_(accept_tokens.view(number, width).gather(1, last).flatten())

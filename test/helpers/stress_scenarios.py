@@ -412,6 +412,16 @@ def branch_points(s: Stress) -> dict[str, int]:
     return {"computed": sum(len(x.prompt) for x in cases) - cached, "least": least}
 
 
+def drafted(s: Stress) -> dict[str, Any]:
+    """How many drafts answers of 41 tokens took, of which the prompt yields the first."""
+    job = s.job("drafted", _cases(95, 12, 30, 41, shared=40), "dfs")
+    s.run(s.finish(job))
+    s.check_job(job)
+    answers = [json.loads(output.body)["meta_info"] for output in job.answers.values()]
+    s.run(s.idle())
+    return {"drafts": sorted({answer["spec_verify_ct"] for answer in answers})}
+
+
 def shards(s: Stress) -> dict[str, Any]:
     """Families that share a prefix, each of which is computed once by a rank that has
     lines of it. Then one line, beside which the other ranks have none."""
@@ -446,6 +456,7 @@ FOCUSED = {
     "online": online,
     "kinds": kinds,
     "between": between,
+    "drafted": drafted,
     "unmixed": unmixed,
     "apart": apart,
     "prompt_logprobs": prompt_logprobs,

@@ -12,9 +12,12 @@ from sgl_kernel_ext.draft_verification import (
     accepted_slots,
     assign_slots,
     assigned_slots,
+    build_tree,
+    drafted_slots,
     first_slots,
     keep_top_k,
     keep_top_p,
+    last_tokens,
     tree_links,
     verify_greedy,
     verify_sampling,
@@ -85,6 +88,30 @@ def test_links_are_those_of_the_trees(seed: int) -> None:
                 found.append(each)
                 each = int(sibling[row, each])
             assert found == tree.children(node)
+
+
+def test_trees_of_candidates() -> None:
+    """Two steps of two branches each: candidates 0 and 1, then 2 to 5, of which the branches
+    go on with 2 and 4, then 6 to 9."""
+    groups = torch.tensor([[-1, 0, 1, 2, 4]] * 2)
+    chosen = torch.tensor([[0, 1, 2, 4, 6, 9], [0, 2, 3, 5, 6, 7]])
+    lengths = torch.tensor([3, 0])
+    mask = torch.ones(NUM_DRAFTS * (3 + 2 * NUM_DRAFTS), dtype=torch.bool)
+    positions = torch.empty(2 * NUM_DRAFTS, dtype=torch.long)
+    index, child, sibling = (torch.empty(2, NUM_DRAFTS).long() for _ in range(3))
+    build_tree(
+        groups, chosen, lengths, mask, positions, index, child, sibling, 2, 3,
+        NUM_DRAFTS, 0,
+    )  # fmt: skip
+    # In the second tree, the parent of candidate 5 is not chosen: nothing leads there.
+    assert child.tolist() == [[1, 3, 4, 5, 6, -1, -1], [1, 2, 5, -1, -1, -1, -1]]
+    assert sibling.tolist() == [[-1, 2] + [-1] * 5, [-1, -1, 3, -1, -1, 6, -1]]
+    assert positions.tolist() == [3, 4, 4, 5, 5, 6, 6, 0, 1, 2, 2, 0, 3, 3]
+    first, second = draft_trees(mask, lengths.tolist(), [NUM_DRAFTS] * 2)
+    assert first is not None and second is not None
+    assert first[5].nonzero().flatten().tolist() == [0, 1, 3, 5]
+    assert second[6].nonzero().flatten().tolist() == [0, 1, 2, 6]
+    assert mask[: NUM_DRAFTS * 10].view(NUM_DRAFTS, 10)[:, :3].all()
 
 
 @pytest.mark.parametrize("depth", [NUM_DRAFTS, 3])
@@ -167,6 +194,9 @@ def test_slots() -> None:
         req_pool_indices=at, req_to_token=rows, start_offset=starts, end_offset=ends
     )
     assert found.tolist() == [11, 12, 13, 14, 15]
+    drafted = torch.zeros(4, dtype=torch.long)
+    drafted_slots(at, rows, starts, drafted, 1, 2)
+    assert drafted.tolist() == [11, 12, 13, 14]
     slots = torch.tensor([20, 21, 22, 30, 31, 32])
     first, moved = torch.zeros(6, dtype=torch.long), torch.zeros(6, dtype=torch.long)
     first_slots(torch.tensor([2, 1]), slots, first)
@@ -174,6 +204,9 @@ def test_slots() -> None:
     accepted = torch.tensor([[0, 2, -1], [3, -1, -1]])
     accepted_slots(accepted, slots, moved, 6)
     assert moved.tolist() == [20, 22, 30, 0, 0, 0]
+    last = torch.zeros(2, dtype=torch.int32)
+    last_tokens(torch.tensor([5, 6, 0, 7, 0, 0]), torch.tensor([2, 1]), last, 3, 2)
+    assert last.tolist() == [6, 7]
 
 
 @pytest.mark.parametrize("window", [None, 2])

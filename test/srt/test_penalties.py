@@ -31,18 +31,36 @@ ENGINES = {
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_answers_in_lists_are_those_alone(demo_model: Path, name: str) -> None:
+    answers_of(demo_model, ENGINES[name])
+
+
+def answers_of(demo_model: Path, engine: dict[str, Any]) -> list[list[int]]:
+    """The answers alone, which are those in lists."""
     done = preloaded.run(
-        command("penalties_in_company", str(demo_model), json.dumps(ENGINES[name])),
+        command("penalties_in_company", str(demo_model), json.dumps(engine)),
         env={**os.environ, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-        if name == "replicas"
+        if "dp_size" in engine
         else None,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len({tuple(ids) for ids in found["alone"]}) > 12
+    alone: list[list[int]] = found["alone"]
+    assert len({tuple(ids) for ids in alone}) > 12
     for answers in found["in lists"]:
-        assert answers == found["alone"]
+        assert answers == alone
+    return alone
+
+
+def test_drafts_change_no_answer_with_penalties(demo_model: Path) -> None:
+    drafts = {
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": str(demo_model),
+    }
+    # As with drafts, no token is counted late.
+    without = {"disable_overlap_schedule": True}
+    runs = [answers_of(demo_model, OFFLINE | more) for more in (without, drafts)]
+    assert runs[1] == runs[0]
 
 
 class Counted:

@@ -1,5 +1,4 @@
-"""Drafts from the answers so far (``--speculative-algorithm NGRAM``) under the plan, in real
-SGLang.
+"""Drafts (``--speculative-algorithm``) under the plan, in real SGLang.
 
 Answers are compared with ``transformers``, and SGLang counts all KV after every step, as the
 scheduler of the tests does.
@@ -11,6 +10,8 @@ from pathlib import Path
 
 from stress_runs import KV, scenario
 
+from sglang_batch.run.demo_model import write_demo_model
+
 NGRAM = ("--speculative-algorithm=NGRAM", "--speculative-num-draft-tokens=6")
 # SGLang drafts trees only with pages of one token.
 TREES = "--speculative-ngram-max-bfs-breadth=4"
@@ -18,6 +19,17 @@ TREES = "--speculative-ngram-max-bfs-breadth=4"
 ALWAYS = '--offline-batch-config={"learn_costs": false, "draft_requests": 1000}'
 FEW = '--offline-batch-config={"learn_costs": false, "draft_requests": 3}'
 CHAINS = ("--speculative-ngram-max-bfs-breadth=1", "--page-size=16")
+
+
+def drafts_of(model: Path, algorithm: str, topk: int, width: int) -> list[str]:
+    """Flags for drafts of ``width`` tokens, of a model that runs three steps."""
+    return [
+        "--speculative-num-steps=3",
+        f"--speculative-algorithm={algorithm}",
+        f"--speculative-draft-model-path={model}",
+        f"--speculative-eagle-topk={topk}",
+        f"--speculative-num-draft-tokens={width}",
+    ]
 
 
 def test_trees_of_drafts(demo_model: Path) -> None:
@@ -43,3 +55,32 @@ def test_drafts_where_few_run(demo_model: Path) -> None:
     found = scenario(demo_model, "too_long,kinds,random", 1, 2, *NGRAM, TREES, FEW)
     assert found["random"]["lines"] > 50
     assert found["random"]["offloaded"] == 0
+
+
+def test_a_draft_model_that_is_the_model(demo_model: Path) -> None:
+    """Most drafts are accepted. Not all, since SGLang's draft model never sees the first token."""
+    what = "too_long,branch_points,drafted,kinds,random"
+    drafts = drafts_of(demo_model, "STANDALONE", 1, 4)
+    found = scenario(demo_model, what, 1, 1, *drafts)
+    assert found["drafted"]["drafts"][-1] <= 20  # for 40 tokens
+    assert found["branch_points"]["computed"] == found["branch_points"]["least"]
+    assert found["too_long"]["answered"] == 6
+    assert KV - 40 < found["too_long"]["longest"] < KV
+    assert found["random"]["lines"] >= 5
+    assert found["random"]["offloaded"] == 0
+
+
+def test_trees_of_another_model(demo_model: Path, tmp_path: Path) -> None:
+    """Few drafts are accepted, and answers are the same."""
+    other = tmp_path / "other"
+    write_demo_model(other, seed=1)
+    drafts = drafts_of(other, "STANDALONE", 2, 6)
+    found = scenario(demo_model, "drafted,branch_points,random", 1, 1, *drafts)
+    assert found["drafted"]["drafts"][-1] > 20
+    assert found["branch_points"]["computed"] == found["branch_points"]["least"]
+
+
+def test_chains_of_a_draft_model_in_pages(demo_model: Path) -> None:
+    drafts = drafts_of(demo_model, "STANDALONE", 1, 4)
+    found = scenario(demo_model, "branch_points,kinds", 1, 1, *drafts, "--page-size=16")
+    assert found["branch_points"]["computed"] == found["branch_points"]["least"]

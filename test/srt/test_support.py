@@ -58,7 +58,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("enable_megamoe_for_layernorm_sp", True, "--enable-megamoe-for-layernorm-sp does"),
     ("enable_mis", True, "--enable-mis does"),
     ("prefill_only_disable_kv_cache", True, "--prefill-only-disable-kv-cache does"),
-    ("speculative_algorithm", "EAGLE", "--speculative-algorithm EAGLE does"),
+    ("speculative_algorithm", "DFLASH", "--speculative-algorithm DFLASH does"),
     ("decoupled_spec_role", "verifier", "--decoupled-spec-role verifier does"),
     ("dllm_algorithm", "LowConfidence", "--dllm-algorithm LowConfidence does"),
     ("enable_lora_overlap_loading", True, "--enable-lora-overlap-loading does"),

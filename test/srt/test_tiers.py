@@ -71,16 +71,18 @@ def test_a_server_that_cannot_offload_is_planned(tmp_path: Path) -> None:
 
 def test_drafts_are_refused_where_they_keep_more_than_kv(tmp_path: Path) -> None:
     llama = read("llama", tmp_path / "a", "LlamaForCausalLM")
-    check_drafts(llama, "NGRAM")
+    check_drafts([llama], "NGRAM")
     with pytest.raises(
         ConfigError, match=r"does not work with --pp-size 2 .*; drop one"
     ):
-        check_drafts(llama, "NGRAM", 2)
+        check_drafts([llama], "NGRAM", 2)
     recurrent = read("qwen3_next", tmp_path / "b", "Qwen3NextForCausalLM")
     with pytest.raises(
         ConfigError, match=r"^Qwen3Next.* NGRAM .* state .*; drop the flag"
     ):
-        check_drafts(recurrent, "NGRAM")
+        check_drafts([recurrent], "NGRAM")
+    with pytest.raises(ConfigError, match=r"^Qwen3Next.* STANDALONE .*; drop the flag"):
+        check_drafts([llama, recurrent], "STANDALONE")
 
 
 def test_windows_only_are_refused_with_a_way_out(tmp_path: Path) -> None:

@@ -75,9 +75,9 @@ _DIVIDES = (
     "it divides memory among kinds of KV at run time, and the plan counts pools of "
     "fixed size"
 )
-_DRAFT_STATE = (
-    "its draft model keeps KV and states of its own, which the plan does not count"
-)
+DRAFT_ALGORITHMS = ("NGRAM", "STANDALONE")
+DRAFTS = (*DRAFT_ALGORITHMS, *(name.lower() for name in DRAFT_ALGORITHMS))
+_DRAFT_STATE = "its draft model keeps more than KV, which the plan does not count"
 _DRAFTS_AHEAD = (
     "it drafts several tokens per step, which the KV forecast does not count"
 )
@@ -110,7 +110,7 @@ REFUSALS = (
     FlagRule("enable_two_batch_overlap", "it is not tested with mixed chunks"),
     FlagRule("enable_megamoe_for_layernorm_sp", "SGLang refuses mixed chunks"),
     FlagRule("enable_mis prefill_only_disable_kv_cache", "it runs without the prefix cache"),
-    FlagRule("speculative_algorithm", _DRAFT_STATE, ("NGRAM", "ngram"), way_out="name NGRAM, which drafts from the answers so far"),
+    FlagRule("speculative_algorithm", _DRAFT_STATE, DRAFTS, way_out=f"name {' or '.join(DRAFT_ALGORITHMS)}"),
     FlagRule("decoupled_spec_role", "drafts come from another server, which the KV forecast does not count", ("null",)),
     FlagRule("dllm_algorithm", "a diffusion model has its own scheduler"),
     # Adapters.

@@ -13,7 +13,7 @@ The checks raise ConfigError, which names the architecture and the way out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -224,14 +224,18 @@ def check_sent_whole(found: ModelTier) -> None:
         )
 
 
-def check_drafts(config: ModelConfig, algorithm: str, pp_size: int = 1) -> None:
+def check_drafts(
+    configs: Sequence[ModelConfig], algorithm: str, pp_size: int = 1
+) -> None:
     """Refuse ``--speculative-algorithm`` with a model that keeps more for each draft than KV,
     and with stages of a pipeline.
+
+    configs: of the model, and of the draft model if there is one.
 
     Raises:
         ConfigError: names the architecture and the way out.
     """
-    if keeps_states(config):
+    for config in filter(keeps_states, configs):
         architecture = model_tier(config).architecture
         raise ConfigError(
             f"{architecture} does not work with --speculative-algorithm {algorithm} and the "

@@ -125,7 +125,9 @@ _TREE_MODULE = "sglang.kernels.ops.speculative.reconstruct_tree"
 
 
 def verify_drafts() -> None:
-    """Have SGLang's n-gram worker verify drafts by PyTorch. Later calls do nothing."""
+    """Have SGLang's workers draft and verify by PyTorch. Later calls do nothing."""
+    from .draft_steps import DraftBackends
+
     links = ModuleType(_TREE_MODULE)
     vars(links)["reconstruct_indices_from_tree_mask_func"] = drafts.tree_links
     sys.modules.setdefault(_TREE_MODULE, links)
@@ -135,10 +137,18 @@ def verify_drafts() -> None:
                 "assign_req_to_token_pool_func": drafts.assign_slots,
             },
             "sglang.srt.speculative.eagle_utils": {
+                "build_tree_kernel_efficient_func": drafts.build_tree,
                 "verify_tree_greedy_func": drafts.verify_greedy,
                 "tree_speculative_sampling_target_only": drafts.verify_sampling,
                 "top_k_renorm_prob": drafts.keep_top_k,
                 "top_p_renorm_prob": drafts.keep_top_p,
+            },
+            "sglang.srt.speculative.eagle_worker_common": {
+                "assign_draft_cache_locs_contiguous_func": drafts.drafted_slots,
+                "fill_bonus_tokens_func": drafts.last_tokens,
+            },
+            "sglang.srt.speculative.eagle_worker_v2": {
+                "DraftBackendFactory": DraftBackends,
             },
             "sglang.srt.speculative.spec_utils": {
                 "fill_front_out_cache_loc_func": drafts.first_slots,
@@ -147,6 +157,11 @@ def verify_drafts() -> None:
         }
     )
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.speculative import spec_utils
+
+    # Compiling takes longer than many answers.
+    compiled = spec_utils._select_top_k_tokens_later
+    spec_utils._select_top_k_tokens_later = compiled._torchdynamo_orig_callable
 
     MHATokenToKVPool._init_kv_copy_and_warmup = _move_natively
 

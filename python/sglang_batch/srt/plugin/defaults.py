@@ -188,7 +188,19 @@ def _check_model(server_args: ServerArgs, previous: ResolutionStep) -> None:
     if resolved.disaggregation_mode == "prefill":
         tiers.check_sent_whole(tier.without_offloading(*support.found_limits(resolved)))
     if drafts := resolved.speculative_algorithm:
-        tiers.check_drafts(model_config_of(server_args), drafts, resolved.pp_size)
+        configs = [model_config_of(server_args)]
+        if path := resolved.speculative_draft_model_path:
+            from sglang.srt.configs.model_config import ModelConfig
+
+            draft = ModelConfig.from_server_args(
+                server_args,
+                model_path=path,
+                model_revision=resolved.speculative_draft_model_revision,
+                is_draft_model=True,
+                context_length=configs[0].context_len,
+            )
+            configs.append(draft)
+        tiers.check_drafts(configs, drafts, resolved.pp_size)
 
 
 def check_states_anywhere(strategy: str, page_size: int | None) -> None:

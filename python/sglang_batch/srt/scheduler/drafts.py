@@ -1,7 +1,8 @@
-"""Drafts where few requests run, in place of SGLang's in every step.
+"""Drafts where few requests run, in place of SGLang's in every step, and tokens as without drafts.
 
 While a step takes as long as reading the weights, verifying a few tokens per request costs next
 to nothing. Where many run it costs as much as that many more. Other steps decode one token each.
+A draft model, which has to compute all tokens, drafts in each step.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.speculative import eagle_utils, ngram_worker
+from sglang.srt.speculative import eagle_utils, eagle_worker_common, ngram_worker
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 from ..compat.scheduler_types import ScheduleBatch
 
 
-def draft_where_few_run(scheduler: Any) -> None:
+def change_drafts(scheduler: Any) -> None:
     """Change the worker of a scheduler that has just been made. Its jobs are made later."""
     worker = scheduler.draft_worker
-    worker.__class__ = DraftsWhereFewRun
-    worker.most_requests = partial(_most_requests, scheduler)
-    worker.unseen = {}
-    ngram_worker.eagle_sample = partial(_sample, worker.model_runner.sampler)
+    if scheduler.spec_algorithm.is_ngram():
+        worker.__class__ = DraftsWhereFewRun
+        worker.most_requests = partial(_most_requests, scheduler)
+        worker.unseen = {}
+    sample = partial(_sample, worker.target_worker.model_runner.sampler)
+    ngram_worker.eagle_sample = eagle_worker_common.eagle_sample = sample
 
 
 def _most_requests(scheduler: Any) -> float:
@@ -125,14 +128,19 @@ def _sample(
     sampler: Callable[..., torch.Tensor], drafted: Any, batch: ScheduleBatch,
     logits_output: Any, grammar_mask: Any = None, **more: Any,
 ) -> Any:  # fmt: skip
-    """SGLang's ``eagle_sample``, except that tokens with a seed are those without drafts.
+    """SGLang's ``eagle_sample``, except that tokens with a seed are those without drafts, and
+    that no draft is accepted where SGLang would not sample by all rules.
 
     A seed and a position determine a token. The one behind each node of a draft is drawn
     so, and drafts are followed as far as they have the drawn tokens.
     """
+    sample = eagle_utils.eagle_sample
+    if batch.forward_mode.is_idle():
+        return sample(drafted, batch, logits_output, grammar_mask, **more)
+    if not _verified_as_sampled(batch):
+        return _sample_one_each(sampler, drafted, batch, logits_output, grammar_mask)
     info, width = batch.sampling_info, drafted.draft_token_num
     unseeded = info.sampling_seed is None or info.has_watermark_candidates
-    sample = eagle_utils.eagle_sample
     if info.is_all_greedy or unseeded:
         return sample(drafted, batch, logits_output, grammar_mask, **more)
     logits = logits_output.next_token_logits
@@ -151,3 +159,27 @@ def _sample(
     found = sample(drafted, batch, SimpleNamespace(next_token_logits=only), **more)
     batch.sampling_info = info
     return found
+
+
+def _sample_one_each(
+    sampler: Callable[..., torch.Tensor], drafted: Any, batch: ScheduleBatch,
+    logits_output: Any, grammar_mask: Any,
+) -> Any:  # fmt: skip
+    """The token behind the last one of each request, as without a draft."""
+    info, width = batch.sampling_info, drafted.draft_token_num
+    logits = logits_output.next_token_logits
+    first = torch.arange(0, len(logits), width, device=logits.device)
+    if grammar_mask is not None:
+        grammar_mask.apply(logits)
+    info.apply_logits_bias(logits[::width])  # in place, for log probabilities
+    drawn = sampler(
+        replace(logits_output, next_token_logits=logits[first]),
+        replace(info, grammars=None),
+        False, [], [], drafted.positions[first],
+    )  # fmt: skip
+    predicted = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
+    predicted[first] = drawn.int()
+    shape = len(first), drafted.max_tree_depth
+    accepted = torch.full(shape, -1, dtype=torch.int32, device=logits.device)
+    accepted[:, 0] = first
+    return predicted, torch.ones_like(predicted[first]), accepted

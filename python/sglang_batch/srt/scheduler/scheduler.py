@@ -110,9 +110,9 @@ class OfflineScheduler(MarkedScheduler):
     def maybe_init_draft_worker(self) -> None:
         super().maybe_init_draft_worker()
         if self.draft_worker is not None:
-            from .drafts import draft_where_few_run  # its imports need ours on a CPU
+            from .drafts import change_drafts  # its imports need ours on a CPU
 
-            draft_where_few_run(self)
+            change_drafts(self)
 
     def get_prefill_adder_class(self) -> type[OfflinePrefillAdder]:
         return OfflinePrefillAdder

@@ -48,7 +48,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 # What engines measure is kept where no other run of the tests, and no user, finds it.
-if "SGLANG_BATCH_TEST_DATA" not in os.environ:  # else xdist's workers have their parent's
+if (
+    "SGLANG_BATCH_TEST_DATA" not in os.environ
+):  # else xdist's workers have their parent's
     os.environ["SGLANG_BATCH_TEST_DATA"] = tempfile.mkdtemp(
         prefix="sglang-batch-test-data-"
     )

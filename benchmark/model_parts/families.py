@@ -1,4 +1,5 @@
-"""The tier of each model family that SGLang runs, from its configuration, without weights.
+"""The tier of each model family that SGLang runs, and whether its attention reads shared
+prefixes once, from its configuration, without weights.
 
 A family is an architecture of SGLang's registry without those of draft models. Its configuration
 is the default of transformers or of SGLang. Where that is no whole model, the kinds of models are
@@ -20,6 +21,7 @@ from typing import Any
 from report import Figure, print_table
 
 LEAST_STARTED = 0.95
+LEAST_SHARING = 0.85
 DRAFT = re.compile("NextN|MTP|Mtp|Eagle|EAGLE|Draft|DSpark|DFlash|Assistant|Medusa")
 # Ends of the names of models, without which they are those of their configurations.
 ROLE = re.compile("For[A-Z].*$|LMHeadModel$|Model$")
@@ -40,6 +42,17 @@ OTHER_NAMES = {
     "mistrallarge3": "deepseekv3",
     "sarvammla": "deepseekv3",
 }
+# Modules of SGLang's models with attention that cannot share, by what their layers are given.
+CANNOT_SHARE = {
+    "grok": "a temperature that changes with the position",
+    "mllama": "cross-attention",
+    "moss_vl": "cross-attention",
+    "gemma4_diffusion": "blocks of tokens that see each other",
+    "llada2": "blocks of tokens that see each other",
+    "sdar": "blocks of tokens that see each other",
+    "sdar_moe": "blocks of tokens that see each other",
+}
+LATENT = "yes, if the setting names it"
 
 
 def measure(quick: bool = False) -> list[Figure]:
@@ -51,11 +64,15 @@ def measure(quick: bool = False) -> list[Figure]:
             found = _all_families()
     finally:
         logging.disable(logging.NOTSET)
-    tiers = Counter(tier for _, tier, _ in found)
-    reasons = Counter((tier, reason) for _, tier, reason in found)
+    tiers = Counter(tier for _, tier, _, _ in found)
+    reasons = Counter((tier, reason) for _, tier, reason, _ in found)
     rows = [[tier, count, reason] for (tier, reason), count in reasons.most_common()]
     print_table("Families by tier", ["tier", "families", "why"], rows)
-    for name, tier, reason in found:
+    sharing = Counter(filter(None, (shares for *_, shares in found)))
+    print_table(
+        "Shared prefixes read once", ["shared", "families"], sharing.most_common()
+    )
+    for name, tier, reason, _ in found:
         if tier == "unknown":
             print(f"{name}: {reason}")
     started = tiers["full"] + tiers["planned"]
@@ -69,6 +86,12 @@ def measure(quick: bool = False) -> list[Figure]:
             (">=", LEAST_STARTED),
         ),
         Figure(
+            "families with softmax attention that read shared prefixes once",
+            (sharing["yes"] + sharing[LATENT]) / sharing.total(),
+            "of those that decode",
+            (">=", LEAST_SHARING),
+        ),
+        Figure(
             "families that end in neither a tier nor one sentence",
             tiers["unknown"],
             "",
@@ -77,8 +100,8 @@ def measure(quick: bool = False) -> list[Figure]:
     ]
 
 
-def _all_families() -> list[tuple[str, str, str]]:
-    """Architecture, tier and reason of each family."""
+def _all_families() -> list[tuple[str, str, str, str]]:
+    """Architecture, tier and reason of each family, and whether it shares."""
     from sglang.srt.models.registry import ModelRegistry
 
     configs = _configurations()
@@ -106,19 +129,37 @@ def _configurations() -> dict[str, type[Any]]:
     return found
 
 
-def _family(name: str, kind: type[Any] | None) -> tuple[str, str, str]:
+def _family(name: str, kind: type[Any] | None) -> tuple[str, str, str, str]:
     from transformers import LlamaConfig
 
     from sglang_batch.srt.compat.tiers import model_tier
 
     for read in (_read, _read_class):
         try:
-            tier = model_tier(read(name, kind or LlamaConfig))
+            config = read(name, kind or LlamaConfig)
+            tier = model_tier(config)
         except Exception as error:
             reason = f"{type(error).__name__} while its configuration is read"
         else:
-            return name, str(tier.tier), " and ".join(tier.reasons)
-    return name, "unknown", reason
+            reason = " and ".join(tier.reasons)
+            return name, str(tier.tier), reason, _shares(name, config, tier)
+    return name, "unknown", reason, "unknown"
+
+
+def _shares(name: str, config: Any, tier: Any) -> str:
+    """Yes, or why no layer can, or "" for a family without decodes or softmax attention."""
+    from sglang.srt.configs.model_config import AttentionArch, is_generation_model
+    from sglang.srt.models.registry import ModelRegistry
+
+    kind = getattr(config, "attention_arch", AttentionArch.MHA)
+    if not is_generation_model([name]) or kind == AttentionArch.SSM:
+        return ""
+    if tier.tier == "refused":
+        return "the family is refused"
+    if any("sparse" in reason for reason in tier.reasons):
+        return "sparse attention"
+    module = ModelRegistry.resolve_model_cls([name])[0].__module__.rpartition(".")[2]
+    return CANNOT_SHARE.get(module, LATENT if kind == AttentionArch.MLA else "yes")
 
 
 def _read(name: str, kind: type[Any]) -> Any:

@@ -23,7 +23,11 @@ from sgl_kernel_ext.shared_prefix_attention.checks import (
     check_limit,
     check_planner_sizes,
 )
-from sgl_kernel_ext.shared_prefix_attention.configs import DeviceConfig, pick_config
+from sgl_kernel_ext.shared_prefix_attention.configs import (
+    DeviceConfig,
+    block_size,
+    pick_config,
+)
 from sgl_kernel_ext.shared_prefix_attention.tasks import NUM_FIELDS, NUM_RESULTS
 
 ALIGN = 64
@@ -46,15 +50,15 @@ def _aligned(size: int) -> int:
 class Workspace:
     """Partial results. Planners whose runs follow each other may share one."""
 
-    o_parts: torch.Tensor  # float32 [max_parts, num_q_heads, head_dim]
+    o_parts: torch.Tensor  # float32 [max_parts, num_q_heads, v_head_dim]
     lse_parts: torch.Tensor  # float32 [max_parts, num_q_heads], natural log
 
     @classmethod
     def make(
-        cls, max_parts: int, num_q_heads: int, head_dim: int, device: torch.device
+        cls, max_parts: int, num_q_heads: int, v_head_dim: int, device: torch.device
     ) -> Workspace:
         """Allocate memory for ``max_parts`` partial results of one token each."""
-        shape = (max_parts, num_q_heads, head_dim)
+        shape = (max_parts, num_q_heads, v_head_dim)
         return cls(
             torch.empty(shape, dtype=torch.float32, device=device),
             torch.empty(shape[:2], dtype=torch.float32, device=device),
@@ -184,8 +188,12 @@ class AttentionPlanner:
     plan is at the same addresses.
 
     Args:
-        num_q_heads, num_kv_heads, head_dim: of this rank's attention layers. K and V
-            have the same ``head_dim``, 16 to 256.
+        num_q_heads, num_kv_heads, head_dim: of this rank's attention layers.
+            ``head_dim`` is that of q and K, at most 512.
+        v_head_dim: of V, if it has another one.
+        latent: V is the first ``v_head_dim`` values of K, at most 512, and K has at most
+            512 more. The cache of a query's latents can be passed as that of several KV
+            heads by ``expand``.
         dtype: of q: float32, float16 or bfloat16.
         kv_dtype: of the KV cache: that of q, which is the default, or float8_e4m3fn,
             whose values are converted when they have been read.
@@ -193,11 +201,12 @@ class AttentionPlanner:
         device: of the kernels and their buffers. "cpu" for ``run_reference`` and
             Triton's interpreter.
         max_requests, max_tokens, max_nodes: of one batch.
-        max_tile: rows of the largest tile, by default 128, and 64 in float32, whose wide
-            tiles exceed the shared memory of smaller GPUs.
+        max_tile: rows of the largest tile. By default 128, and where wider ones exceed the
+            registers or the shared memory of smaller GPUs, 64 (in float32, and for V of
+            more than 256 values) or 16 (for such values in float32).
         max_tasks, max_parts: sizes of the task table and the workspace, derived from
             the arguments above by default. A part takes
-            ``4 * num_q_heads * (head_dim + 1)`` bytes.
+            ``4 * num_q_heads * (v_head_dim + 1)`` bytes.
         config: planning constants and tiles, those of the device by default.
         workspace: partial results, newly allocated by default. Planners whose runs
             follow each other may share one.
@@ -218,6 +227,8 @@ class AttentionPlanner:
         max_requests: int,
         max_tokens: int,
         max_nodes: int,
+        v_head_dim: int | None = None,
+        latent: bool = False,
         kv_dtype: torch.dtype | None = None,
         max_tile: int | None = None,
         max_tasks: int | None = None,
@@ -227,11 +238,16 @@ class AttentionPlanner:
     ) -> None:
         self.kv_dtype = kv_dtype or dtype
         self.quantised = self.kv_dtype != dtype
-        max_tile = max_tile or (128 if dtype.itemsize <= 2 else 64)
+        v_head_dim = v_head_dim or head_dim
+        if max_tile is None:
+            wide = (dtype.itemsize > 2) + (v_head_dim > 256)
+            max_tile = (128, 64, 16)[wide]
         check_planner_sizes(
             num_q_heads,
             num_kv_heads,
             head_dim,
+            v_head_dim,
+            latent,
             dtype,
             self.kv_dtype,
             page_size,
@@ -240,6 +256,13 @@ class AttentionPlanner:
         self.num_q_heads = num_q_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
+        self.v_head_dim = v_head_dim
+        self.latent = latent
+        # Values of the kernel's blocks of K, without those that are V too, and of V.
+        self.blocks = (
+            block_size(head_dim - v_head_dim if latent else head_dim),
+            block_size(v_head_dim),
+        )
         self.dtype = dtype
         self.page_size = page_size
         self.device = torch.device(device)
@@ -248,12 +271,16 @@ class AttentionPlanner:
         self.max_nodes = max_nodes
         self.max_tile = max_tile
         self.group = num_q_heads // num_kv_heads  # query heads per KV head
-        self.config = config or pick_config(self.device, head_dim, dtype.itemsize)
+        self.config = config or pick_config(
+            self.device, max(self.blocks), dtype.itemsize
+        )
         self.growth_tokens = self.config.min_split_tokens
         # Per KV head: bytes of a KV token, and of a row's part, written and read.
-        self._kv_bytes = 2 * head_dim * self.kv_dtype.itemsize
+        self._kv_bytes = self.kv_dtype.itemsize * (
+            head_dim if latent else head_dim + v_head_dim
+        )
         self.token_bytes = self._kv_bytes * num_kv_heads  # of a KV token in one layer
-        self._part_bytes = 2 * 4 * (head_dim + 1)
+        self._part_bytes = 2 * 4 * (v_head_dim + 1)
         self._costs = forest.Costs(
             self.group,
             max_tile,
@@ -270,7 +297,7 @@ class AttentionPlanner:
         check_limit("tasks", self.max_tasks, tasks.MAX_TASKS)
         max_parts = max_parts or 2 * max_tokens + splits * tile_tokens
         self.workspace = workspace or Workspace.make(
-            max_parts, num_q_heads, head_dim, self.device
+            max_parts, num_q_heads, v_head_dim, self.device
         )
         self.max_parts = self.workspace.o_parts.shape[0]
         self.buffers = PlanBuffers(
@@ -286,8 +313,8 @@ class AttentionPlanner:
         settings[tasks.PART_BYTES] = self._part_bytes
         settings[tasks.TASK_BYTES] = config.task_bytes
         for i, rows in enumerate(tasks.TILE_ROWS):
-            # Two products of rows x head_dim per KV token, two FLOPs each step.
-            flops = 4 * rows * self.head_dim
+            # A product with K and one with V per KV token, two FLOPs each step.
+            flops = 2 * rows * (self.head_dim + self.v_head_dim)
             token_bytes = max(self._kv_bytes, flops // config.flops_per_byte[i])
             settings[tasks.TOKEN_BYTES + i] = token_bytes
             quantum = math.lcm(self.page_size, config.tiles.block_n[i])

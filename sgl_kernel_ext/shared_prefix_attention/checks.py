@@ -8,7 +8,7 @@ import torch
 from sgl_kernel_ext.shared_prefix_attention import forest, tasks
 from sgl_kernel_ext.utils import FLOAT_DTYPES
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 QUANTISED_DTYPES = (torch.float8_e4m3fn,)
 
 _FAULTS = {
@@ -29,6 +29,8 @@ def check_planner_sizes(
     num_q_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    v_head_dim: int,
+    latent: bool,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     page_size: int,
@@ -47,8 +49,17 @@ def check_planner_sizes(
             f"{group} query heads per KV head exceed max_tile = {max_tile}; choose a "
             f"larger one of {tasks.TILE_ROWS}, or more KV heads"
         )
-    if not 16 <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"head_dim is {head_dim}; supported are 16 to {MAX_HEAD_DIM}")
+    if latent and v_head_dim >= head_dim:
+        raise ValueError(
+            f"v_head_dim is {v_head_dim}; with latents, K has head_dim = {head_dim} "
+            "values, and V the first of them"
+        )
+    for name, size in {
+        "head_dim": head_dim - v_head_dim if latent else head_dim,
+        "v_head_dim": v_head_dim,
+    }.items():
+        if not 1 <= size <= MAX_HEAD_DIM:
+            raise ValueError(f"{name} is {size}; supported are 1 to {MAX_HEAD_DIM}")
     if dtype not in FLOAT_DTYPES:
         raise ValueError(f"dtype is {dtype}; supported are {FLOAT_DTYPES}")
     if kv_dtype not in (dtype, *QUANTISED_DTYPES):

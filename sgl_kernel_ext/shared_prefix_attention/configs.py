@@ -43,19 +43,19 @@ _SMALL = {
     128: TileConfig((64, 64, 64), (2, 2, 2)),
     256: TileConfig((32, 32, 32), (2, 2, 2)),
     512: TileConfig((16, 16, 16), (2, 2, 2)),
-    1024: TileConfig((16, 16, 16), (1, 1, 1)),
+    1024: TileConfig((16, 16, 16), (2, 2, 2), (4, 8, 8), (3, 1, 1)),
 }
 _LARGE = {
     128: TileConfig((64, 128, 64), (5, 5, 3), programs=(5, 2, 1)),
     256: TileConfig((64, 64, 64), (3, 5, 3)),
     512: TileConfig((32, 32, 32), (3, 5, 5), (4, 8, 8), (3, 1, 1)),
-    1024: TileConfig((16, 16, 16), (3, 3, 3)),
+    1024: TileConfig((16, 32, 16), (3, 2, 3), (4, 8, 8), (2, 1, 1)),
 }
 _AMD = {
     128: TileConfig((64, 64, 64), (2, 2, 2)),
     256: TileConfig((64, 64, 64), (2, 2, 2)),
     512: TileConfig((32, 32, 32), (1, 1, 1)),
-    1024: TileConfig((16, 16, 16), (1, 1, 1)),
+    1024: TileConfig((16, 16, 16), (1, 1, 1), (4, 8, 8), (2, 1, 1)),
 }
 # Slots are read before K and V, so Triton keeps the loads of one loop step in flight
 # for every two stages.
@@ -63,13 +63,14 @@ _AMD = {
 TILES: dict[str, dict[int, TileConfig]] = {
     "hopper": _LARGE,
     # B200 and B300 have Hopper's shared memory, RTX 50 and RTX PRO that of Ada.
-    "blackwell": _LARGE,
+    "blackwell": _LARGE
+    | {1024: TileConfig((16, 16, 16), (3, 2, 3), (4, 16, 8), (2, 1, 1))},
     "blackwell_rtx": _SMALL,
     "ampere": {
         128: TileConfig((64, 64, 64), (3, 3, 3)),
         256: TileConfig((64, 64, 64), (2, 2, 2)),
         512: TileConfig((32, 32, 16), (2, 2, 2), (4, 8, 8), (3, 1, 1)),
-        1024: TileConfig((16, 16, 16), (2, 2, 2)),
+        1024: TileConfig((16, 16, 16), (2, 2, 2), (4, 8, 8), (3, 1, 1)),
     },
     # Ampere without HBM, and Ada: not much more than half of A100's shared memory.
     "ada": _SMALL,
@@ -108,15 +109,23 @@ def device_family(device: torch.device) -> str:
     return families.get(major, "default")
 
 
+def block_size(head_dim: int) -> int:
+    """Values of the kernel's block of a row of K or V. Its products take at least 16."""
+    return max(16, next_power_of_two(head_dim))
+
+
 def pick_tiles(family: str, head_dim: int, value_bytes: int) -> TileConfig:
     """The tile entry for heads of ``head_dim`` values of ``value_bytes`` bytes."""
-    row_bytes = next_power_of_two(head_dim) * value_bytes
+    row_bytes = block_size(head_dim) * value_bytes
     table = TILES[family]
     return table[min(max(row_bytes, min(table)), max(table))]
 
 
 def pick_config(device: torch.device, head_dim: int, value_bytes: int) -> DeviceConfig:
-    """The planning constants and tiles for a device."""
+    """The planning constants and tiles for a device.
+
+    head_dim: values of the widest block of K or V.
+    """
     family = device_family(device)
     tiles = pick_tiles(family, head_dim, value_bytes)
     if device.type != "cuda":

@@ -18,7 +18,6 @@ from sgl_kernel_ext.utils import (
     FLOAT_DTYPES,
     check_runnable,
     check_tensor,
-    next_power_of_two,
 )
 
 # Programs of the merge per multiprocessor if the grid is fixed.
@@ -71,12 +70,13 @@ def run(
         plan: the newest plan of its planner, for the planned lengths or any for which
             it is ``still_valid``.
         q: ``[at least num_tokens, num_q_heads, head_dim]`` in the batch's order.
-        k_cache, v_cache: ``[num_slots, num_kv_heads, head_dim]``, of the planner's
-            ``kv_dtype``.
+        k_cache: ``[num_slots, num_kv_heads, head_dim]``, of the planner's ``kv_dtype``.
+        v_cache: ``[num_slots, num_kv_heads, v_head_dim]``, of the same type. With latents,
+            ``k_cache[..., :v_head_dim]``.
         table: int32 ``[rows, max_pages]``.
         kv_len: int32 or int64 ``[at least num_requests]``, the KV lengths now. A decode
             ends there, a chunk at its planned length.
-        out: same shape as q, written. Rows from num_tokens on are not changed.
+        out: ``[at least num_tokens, num_q_heads, v_head_dim]``, written. Rows from num_tokens on are not changed.
         scale: factor of the logits, positive.
         features: of the layer. The kernel is compiled for the value of the cap.
         lse: float32 ``[at least num_tokens, num_q_heads]``, written, natural log.
@@ -151,7 +151,10 @@ def attend(
                 NUM_Q_HEADS=planner.num_q_heads,
                 NUM_KV_HEADS=planner.num_kv_heads,
                 HEAD_DIM=planner.head_dim,
-                BLOCK_D=next_power_of_two(planner.head_dim),
+                V_DIM=planner.v_head_dim,
+                LATENT=planner.latent,
+                BLOCK_D=planner.blocks[0],
+                BLOCK_V=planner.blocks[1],
                 PAGE_SIZE=planner.page_size,
                 TILE=tile,
                 BLOCK_M=TILE_ROWS[tile],
@@ -180,7 +183,7 @@ def check_run(
     """Raise a ValueError for a scale, features or tensors that do not fit the plan."""
     planner, device = plan.planner, plan.planner.device
     q, k_cache, v_cache, table, kv_len, out = tensors
-    num_kv_heads, head_dim = planner.num_kv_heads, planner.head_dim
+    heads, kv_heads = planner.num_q_heads, planner.num_kv_heads
     if not scale > 0:
         raise ValueError(f"scale is {scale}; it must be positive")
     if not 0 <= features.logit_cap < math.inf:
@@ -190,18 +193,22 @@ def check_run(
             f"v_scale is {features.v_scale} with a cache of {planner.kv_dtype}; give 1, "
             "or a positive one with a cache of fp8"
         )
-    if v_cache.shape[-1] != k_cache.shape[-1]:
-        raise ValueError(
-            f"k_cache has head_dim {k_cache.shape[-1]}, v_cache {v_cache.shape[-1]}; "
-            "different head dims are not supported: run them on another kernel"
-        )
     own, kept, int32 = (planner.dtype,), (planner.kv_dtype,), (torch.int32,)
-    cache = num_kv_heads, head_dim
-    check_tensor("k_cache", k_cache, (None, *cache), kept, device)
-    check_tensor("v_cache", v_cache, (k_cache.shape[0], *cache), kept, device)
-    queries = None, planner.num_q_heads, head_dim
-    check_tensor("q", q, queries, own, device, plan.num_tokens)
-    check_tensor("out", out, queries, FLOAT_DTYPES, device, plan.num_tokens)
+    k_dim, v_dim = planner.head_dim, planner.v_head_dim
+    check_tensor("k_cache", k_cache, (None, kv_heads, k_dim), kept, device)
+    check_tensor("v_cache", v_cache, (len(k_cache), kv_heads, v_dim), kept, device)
+    if planner.latent and (k_cache.data_ptr(), *k_cache.stride()) != (
+        v_cache.data_ptr(),
+        *v_cache.stride(),
+    ):
+        raise ValueError(
+            "v_cache is not in the memory of k_cache; with latents, pass "
+            f"k_cache[..., :{v_dim}]"
+        )
+    check_tensor("q", q, (None, heads, k_dim), own, device, plan.num_tokens)
+    check_tensor(
+        "out", out, (None, heads, v_dim), FLOAT_DTYPES, device, plan.num_tokens
+    )
     rows = plan.max_table_row + 1
     check_tensor("table", table, (None, None), int32, device, rows)
     if table.shape[1] * planner.page_size < plan.max_kv_len:
@@ -212,8 +219,7 @@ def check_run(
     lengths = torch.int32, torch.int64
     check_tensor("kv_len", kv_len, (None,), lengths, device, plan.num_requests)
     if features.sinks is not None:
-        shape = (planner.num_q_heads,)
-        check_tensor("sinks", features.sinks, shape, FLOAT_DTYPES, device)
+        check_tensor("sinks", features.sinks, (heads,), FLOAT_DTYPES, device)
     if lse is not None:
-        every, float32 = (None, planner.num_q_heads), (torch.float32,)
-        check_tensor("lse", lse, every, float32, device, plan.num_tokens)
+        float32 = (torch.float32,)
+        check_tensor("lse", lse, (None, heads), float32, device, plan.num_tokens)

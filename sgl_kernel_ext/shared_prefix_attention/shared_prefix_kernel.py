@@ -60,7 +60,10 @@ def shared_prefix_attention_kernel(
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    LATENT: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -82,8 +85,8 @@ def shared_prefix_attention_kernel(
             table_ptr, kv_len_ptr, out_ptr, lse_ptr, o_parts_ptr, lse_parts_ptr,
             scale_log2, stride_qt, stride_qh, stride_kt, stride_vt, stride_table,
             stride_ot, stride_oh, stride_lt, sinks_ptr, v_scale,
-            NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE,
-            BLOCK_M, BLOCK_N, STAGES, HAS_LSE, LOGIT_CAP, PRECISION,
+            NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, V_DIM, LATENT, BLOCK_D, BLOCK_V,
+            PAGE_SIZE, BLOCK_M, BLOCK_N, STAGES, HAS_LSE, LOGIT_CAP, PRECISION,
         )  # fmt: skip
 
 
@@ -117,7 +120,10 @@ def _attend(
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    LATENT: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -132,12 +138,16 @@ def _attend(
     arithmetic. A tile that spends its time on reading KV is faster with one loop,
     which fills its pipeline once.
 
+    Where K and V are latents, V is the first ``V_DIM`` values of K, and those are read once.
+
     A tile of 16 rows may hold packed suffixes of several requests. Its loop goes on from the
     last block of one request to the first of the next.
     """
     PACKS: tl.constexpr = BLOCK_M == 16
     TWO_LOOPS: tl.constexpr = BLOCK_M == 128
     GROUP: tl.constexpr = NUM_Q_HEADS // NUM_KV_HEADS
+    # The values of K that are not V too.
+    KEY_DIM: tl.constexpr = HEAD_DIM - V_DIM if LATENT else HEAD_DIM
     i_start = tl.load(p_task + START)
     num_rows = tl.load(p_task + COUNT) * GROUP
     i_begin = tl.load(p_task + KV_BEGIN)
@@ -155,12 +165,16 @@ def _attend(
     o_gather = i_start + o_row // GROUP
     o_head = i_kv_head * GROUP + o_row % GROUP
     o_token = tl.load(gather_ptr + o_gather, mask=m_row, other=0).to(tl.int64)
-    o_dim = tl.arange(0, BLOCK_D)
-    m_dim = o_dim < HEAD_DIM
-    m_out = m_row[:, None] & m_dim[None, :]
-    # [BLOCK_M, BLOCK_D]
-    o_q = o_token * stride_qt + o_head * stride_qh
-    b_q = tl.load(q_ptr + o_q[:, None] + o_dim[None, :], mask=m_out, other=0.0)
+    o_dim = HEAD_DIM - KEY_DIM + tl.arange(0, BLOCK_D)
+    m_q = m_row[:, None] & (o_dim < HEAD_DIM)[None, :]
+    o_value = tl.arange(0, BLOCK_V)
+    m_out = m_row[:, None] & (o_value < V_DIM)[None, :]
+    p_q = q_ptr + (o_token * stride_qt + o_head * stride_qh)[:, None]
+    # [BLOCK_M, BLOCK_D], and [BLOCK_M, BLOCK_V] for the values of K that are V too
+    b_q = tl.load(p_q + o_dim[None, :], mask=m_q, other=0.0)
+    b_q_latent = b_q
+    if LATENT:
+        b_q_latent = tl.load(p_q + o_value[None, :], mask=m_out, other=0.0)
 
     # The first KV position after those that a row attends to.
     b_limit = tl.minimum(i_position + 1 + o_row // GROUP, i_end)
@@ -184,24 +198,26 @@ def _attend(
         if i_part < 0:
             b_top = tl.load(sinks_ptr + o_head).to(tl.float32) * LOG2E
             b_sum += 1.0
-    b_acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    b_acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
     i_masked = i_begin
     if TWO_LOOPS:
         num_clear = tl.maximum(tl.minimum(i_position + 1, i_end) - i_begin, 0)
         i_masked = i_begin + num_clear // BLOCK_N * BLOCK_N
         for i_block in tl.range(i_begin, i_masked, BLOCK_N, num_stages=STAGES):
             b_top, b_sum, b_acc = _step(
-                b_q, b_top, b_sum, b_acc, b_first, b_limit, b_row,
+                b_q, b_q_latent, b_top, b_sum, b_acc, b_first, b_limit, b_row,
                 i_begin, i_block, i_end, i_table_row,
                 k_ptr, v_ptr, table_ptr, scale_log2, stride_kt, stride_vt, stride_table,
-                HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, False, False, LOGIT_CAP, PRECISION,
+                V_DIM, LATENT, KEY_DIM, BLOCK_D, BLOCK_V, PAGE_SIZE, BLOCK_N,
+                False, False, LOGIT_CAP, PRECISION,
             )  # fmt: skip
     for i_block in tl.range(i_masked, i_end, BLOCK_N, num_stages=STAGES):
         b_top, b_sum, b_acc = _step(
-            b_q, b_top, b_sum, b_acc, b_first, b_limit, b_row,
+            b_q, b_q_latent, b_top, b_sum, b_acc, b_first, b_limit, b_row,
             i_begin, i_block, i_end, i_table_row,
             k_ptr, v_ptr, table_ptr, scale_log2, stride_kt, stride_vt, stride_table,
-            HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, True, PACKS, LOGIT_CAP, PRECISION,
+            V_DIM, LATENT, KEY_DIM, BLOCK_D, BLOCK_V, PAGE_SIZE, BLOCK_N,
+            True, PACKS, LOGIT_CAP, PRECISION,
         )  # fmt: skip
 
     # A row without any position has sum 0, so output 0 and lse -inf.
@@ -213,14 +229,14 @@ def _attend(
     b_lse = tl.where(b_seen, (b_top + tl.log2(b_divisor)) * LN2, float("-inf"))
     if i_part < 0:
         o_out = o_token * stride_ot + o_head * stride_oh
-        p_out = out_ptr + o_out[:, None] + o_dim[None, :]
+        p_out = out_ptr + o_out[:, None] + o_value[None, :]
         tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_out)
         if HAS_LSE:
             tl.store(lse_ptr + o_token * stride_lt + o_head, b_lse, mask=m_row)
     else:
         o_part = tl.load(indptr_ptr + o_gather, mask=m_row, other=0).to(tl.int64)
         o_slot = (o_part + i_part) * NUM_Q_HEADS + o_head
-        p_part = o_parts_ptr + o_slot[:, None] * HEAD_DIM + o_dim[None, :]
+        p_part = o_parts_ptr + o_slot[:, None] * V_DIM + o_value[None, :]
         tl.store(p_part, b_out, mask=m_out)
         tl.store(lse_parts_ptr + o_slot, b_lse, mask=m_row)
 
@@ -228,6 +244,7 @@ def _attend(
 @triton.jit
 def _step(
     b_q,
+    b_q_latent,
     b_top,
     b_sum,
     b_acc,
@@ -245,8 +262,11 @@ def _step(
     stride_kt,
     stride_vt,
     stride_table,
-    HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    LATENT: tl.constexpr,
+    KEY_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
@@ -271,19 +291,26 @@ def _step(
     b_page = tl.load(p_table + o_read // PAGE_SIZE).to(tl.int64)
     o_slot = b_page * PAGE_SIZE + o_read % PAGE_SIZE
     o_dim = tl.arange(0, BLOCK_D)
-    # [BLOCK_N, BLOCK_D]
+    o_value = tl.arange(0, BLOCK_V)
+    # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_V]
     p_k = k_ptr + (o_slot * stride_kt)[:, None] + o_dim[None, :]
-    p_v = v_ptr + (o_slot * stride_vt)[:, None] + o_dim[None, :]
-    if BLOCK_D == HEAD_DIM:
+    p_v = v_ptr + (o_slot * stride_vt)[:, None] + o_value[None, :]
+    if LATENT:
+        p_k += V_DIM
+    if BLOCK_D == KEY_DIM:
         b_k = tl.load(p_k)
+    else:
+        b_k = tl.load(p_k, mask=o_dim[None, :] < KEY_DIM, other=0.0)
+    if BLOCK_V == V_DIM:
         b_v = tl.load(p_v)
     else:
-        b_k = tl.load(p_k, mask=o_dim[None, :] < HEAD_DIM, other=0.0)
-        b_v = tl.load(p_v, mask=o_dim[None, :] < HEAD_DIM, other=0.0)
+        b_v = tl.load(p_v, mask=o_value[None, :] < V_DIM, other=0.0)
     b_k, b_v = b_k.to(b_q.dtype), b_v.to(b_q.dtype)  # of fp8
 
     # [BLOCK_M, BLOCK_D] @ [BLOCK_D, BLOCK_N]
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    if LATENT:
+        b_s = tl.dot(b_q_latent, tl.trans(b_v), b_s, input_precision=PRECISION)
     if LOGIT_CAP > 0:
         # tanh(x) is 1 - 2 / (exp(2 x) + 1), also where exp overflows.
         b_exp = tl.exp2(b_s * (scale_log2 * (2.0 / LOGIT_CAP)))
@@ -300,6 +327,6 @@ def _step(
     b_scale = tl.exp2(b_top - b_pivot)
     b_sum = b_sum * b_scale + tl.sum(b_p, axis=1)
     b_acc = b_acc * b_scale[:, None]
-    # [BLOCK_M, BLOCK_N] @ [BLOCK_N, BLOCK_D]
+    # [BLOCK_M, BLOCK_N] @ [BLOCK_N, BLOCK_V]
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
     return b_new, b_sum, b_acc

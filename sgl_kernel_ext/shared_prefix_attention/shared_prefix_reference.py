@@ -42,12 +42,12 @@ def attention_ref(
 
     Args:
         q: ``[num_tokens, num_q_heads, head_dim]``.
-        k_cache, v_cache: ``[num_slots, num_kv_heads, head_dim]``.
+        k_cache, v_cache: ``[num_slots, num_kv_heads, head_dim]``, of sizes of their own.
         table: int32 ``[rows, max_pages]``.
         q_len, kv_len, table_row: per request, as in ``AttentionPlanner.plan``.
 
     Returns:
-        The output ``[num_tokens, num_q_heads, head_dim]`` and the natural lse
+        The output ``[num_tokens, num_q_heads, v_head_dim]`` and the natural lse
         ``[num_tokens, num_q_heads]``, both float32.
     """
     outs, lses = [], []
@@ -148,15 +148,15 @@ def _attend(
     scale: float,
     features: Features,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output ``[count, num_q_heads, head_dim]`` and lse of one task, float32."""
+    """Output ``[count, num_q_heads, v_head_dim]`` and lse of one task, float32."""
     count, num_heads, head_dim = q.shape
+    v_head_dim = v_cache.shape[-1]
     begin, end = task[tasks.KV_BEGIN], task[tasks.KV_END]
     if task[tasks.TAIL_OF] >= 0:
         end = lengths[task[tasks.TAIL_OF]]
     if end <= begin:
-        return torch.zeros_like(q, dtype=torch.float32), torch.full(
-            (count, num_heads), -torch.inf, device=q.device
-        )
+        empty = torch.zeros(count, num_heads, v_head_dim, device=q.device)
+        return empty, torch.full_like(empty[..., 0], -torch.inf)
     num_kv_heads = k_cache.shape[1]
     group = num_heads // num_kv_heads
     slots = _slots(table, task[tasks.TABLE_ROW], begin, end, page_size)
@@ -180,8 +180,8 @@ def _attend(
     lse = (top + total.log()).view(num_kv_heads, count, group).transpose(0, 1)
     out = torch.bmm(weights, b_v) / total.masked_fill(total == 0, 1.0)
     out *= features.v_scale
-    out = out.view(num_kv_heads, count, group, head_dim).transpose(0, 1)
-    return out.reshape(q.shape), lse.reshape(count, num_heads)
+    out = out.view(num_kv_heads, count, group, v_head_dim).transpose(0, 1)
+    return out.reshape(count, num_heads, v_head_dim), lse.reshape(count, num_heads)
 
 
 def _slots(
@@ -232,13 +232,16 @@ def try_out(
     table[:, : pages.shape[1]] = pages.to(planner.device)
     num_slots = (int(table.max()) + 1) * planner.page_size
 
-    def values(rows: int, heads: int, dtype: torch.dtype) -> torch.Tensor:
-        shape = (rows, heads, planner.head_dim)
+    def values(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(shape, generator=random).to(dtype).to(planner.device)
 
-    q = values(int(q_len.sum()), planner.num_q_heads, planner.dtype)
-    cache = num_slots, planner.num_kv_heads, planner.kv_dtype
-    k_cache, v_cache = values(*cache), values(*cache)
+    q_shape = int(q_len.sum()), planner.num_q_heads, planner.head_dim
+    q = values(*q_shape, dtype=planner.dtype)
+    cache, v_dim = (num_slots, planner.num_kv_heads), planner.v_head_dim
+    k_cache = values(*cache, planner.head_dim, dtype=planner.kv_dtype)
+    v_cache = k_cache[..., :v_dim]
+    if not planner.latent:
+        v_cache = values(*cache, v_dim, dtype=planner.kv_dtype)
     if planner.quantised:
         features = features._replace(v_scale=0.5)
     lengths = torch.from_numpy(kv_len).long().to(planner.device)
@@ -249,7 +252,7 @@ def try_out(
         q, k_cache, v_cache, table, q_len.tolist(), kv_len.tolist(), rows.tolist(),
         planner.page_size, scale, features,
     )  # fmt: skip
-    out = torch.empty_like(q)
+    out = q.new_empty(*q_shape[:2], v_dim)
 
     def launch(plan: AttentionPlan, grid: tuple[int, ...] | None) -> None:
         tensors = q, k_cache, v_cache, table, lengths, out

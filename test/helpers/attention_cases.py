@@ -52,6 +52,7 @@ class Batch:
     page_size: int
     scale: float
     features: Features = PLAIN
+    latent: bool = False  # V is a part of K
 
     @property
     def num_tokens(self) -> int:
@@ -104,6 +105,8 @@ def make_batch(
     node_end: Sequence[int] = (),
     heads: tuple[int, int] = (4, 2),
     head_dim: int = 32,
+    v_head_dim: int | None = None,
+    latent: bool = False,
     page_size: int = 1,
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
@@ -150,17 +153,21 @@ def make_batch(
     scatter = order.permutation(len(content) + 1)
     slots = (len(content) + 1) * page_size
     k_cache = torch.full((slots, kv_heads, head_dim), torch.nan)
-    v_cache = torch.full((slots, kv_heads, head_dim), torch.nan)
+    v_head_dim = v_head_dim or head_dim
+    v_cache = torch.full((slots, kv_heads, v_head_dim), torch.nan)
     values: dict[tuple[tuple[str, int], int], torch.Tensor] = {}
     for page, tokens in enumerate(content):
         for j, token in enumerate(tokens):
             if token not in values:
-                shape = (2, kv_heads, head_dim)
+                shape = (kv_heads, head_dim + v_head_dim)
                 values[token] = torch.randn(shape, generator=random)
             slot = scatter[page] * page_size + j
-            k_cache[slot], v_cache[slot] = values[token]
+            k_cache[slot], v_cache[slot] = values[token].split(
+                [head_dim, v_head_dim], 1
+            )
     table = torch.from_numpy(scatter[entries].astype(np.int32))
     q = torch.randn((int(q_lens.sum()), q_heads, head_dim), generator=random)
+    k_cache, v_cache = (each.to(kv_dtype or dtype) for each in (k_cache, v_cache))
     return Batch(
         q_len=q_lens,
         kv_len=kv_len,
@@ -169,11 +176,12 @@ def make_batch(
         node_end=ends,
         request_node=nodes,
         q=q.to(dtype),
-        k_cache=k_cache.to(kv_dtype or dtype),
-        v_cache=v_cache.to(kv_dtype or dtype),
+        k_cache=k_cache,
+        v_cache=k_cache[..., :v_head_dim] if latent else v_cache,
         table=table,
         page_size=page_size,
         scale=head_dim**-0.5,
+        latent=latent,
     )
 
 
@@ -201,6 +209,8 @@ def make_planner(batch: Batch, **changes: object) -> AttentionPlanner:
         "num_q_heads": batch.q.shape[1],
         "num_kv_heads": batch.k_cache.shape[1],
         "head_dim": batch.q.shape[2],
+        "v_head_dim": batch.v_cache.shape[2],
+        "latent": batch.latent,
         "dtype": batch.q.dtype,
         "kv_dtype": batch.k_cache.dtype,
         "page_size": batch.page_size,
@@ -219,7 +229,8 @@ def poisoned_outputs(
     """Output and lse full of NaN; the plan's workspace is poisoned likewise."""
     plan.planner.workspace.o_parts.fill_(torch.nan)
     plan.planner.workspace.lse_parts.fill_(torch.nan)
-    shape = (batch.num_tokens + extra_rows, *batch.q.shape[1:])
+    rows = batch.num_tokens + extra_rows
+    shape = (rows, batch.q.shape[1], batch.v_cache.shape[2])
     out = torch.full(shape, torch.nan, dtype=batch.q.dtype, device=batch.q.device)
     return out, torch.full(shape[:2], torch.nan, device=batch.q.device)
 

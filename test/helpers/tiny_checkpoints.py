@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import tiny_model
+from tiny_models import VOCAB, tiny_model
 
 WINDOW = 32
 CHECKPOINTS: dict[str, dict[str, Any]] = {
@@ -30,6 +30,41 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "sliding_window": WINDOW,
         "tie_word_embeddings": True,  # SGLang does so whatever this says
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": WINDOW,
+        # SGLang reads other sizes of full layers from checkpoints with images only.
+        "head_dim": 16,
+        "global_head_dim": 16,
+        "swa_num_key_value_heads": 2,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCAB,
+        "tie_word_embeddings": True,  # SGLang does so whatever this says
+    },
+    "mimo_v2_flash": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "sliding_window": WINDOW,
+        "head_dim": 24,
+        "v_head_dim": 16,
+        # By the names of its own code, which SGLang reads.
+        "hybrid_layer_pattern": [1, 0, 1],
+        "sliding_window_size": WINDOW - 1,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 24,
+        "swa_v_head_dim": 16,
+        "swa_rope_theta": 1e4,
+        "rope_theta": 5e6,
+        "partial_rotary_factor": 0.334,
+        "layernorm_epsilon": 1e-5,
+        "moe_layer_freq": [0, 1, 1],
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "add_swa_attention_sink_bias": True,
     },
     "qwen3_moe": {"num_hidden_layers": 2},
     "deepseek_v3": {
@@ -107,6 +142,11 @@ ARGUMENTS = {
     "gpt_oss": _EXPERTS,
     "qwen3_moe": _EXPERTS,
     "deepseek_v3": _EXPERTS,
+    "mimo_v2_flash": (
+        *_EXPERTS,
+        # transformers writes one for each kind of layer.
+        '--json-model-override-args={"rope_parameters": {"rope_type": "default"}}',
+    ),
     "qwen3_next": (*_EXPERTS, *_STATES),
     "qwen3_5_text": _STATES,
     "kimi_linear": (*_EXPERTS, *_STATES),

@@ -15,12 +15,17 @@ def real_batch(
     chunk: int = 0,
     heads: tuple[int, int] = (32, 8),
     head_dim: int = 128,
+    v_head_dim: int | None = None,
+    latent: bool = False,
     page_size: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype | None = None,
     room: int = 64,
 ) -> Batch:
-    """Groups of decodes below one prefix each, and a prefill chunk."""
+    """Groups of decodes below one prefix each, and a prefill chunk.
+
+    latent: V is a part of K, and all KV heads are one.
+    """
     torch.manual_seed(0)
     decodes = groups * siblings
     q_len = [1] * decodes + ([chunk] if chunk else [])
@@ -41,8 +46,14 @@ def real_batch(
     q_heads, kv_heads = heads
 
     def values(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, head_dim, dtype=dtype, device="cuda")
+        return torch.randn(*shape, dtype=dtype, device="cuda")
 
+    kept, v_head_dim = kv_dtype or dtype, v_head_dim or head_dim
+    k_cache = values(slots, 1 if latent else kv_heads, head_dim).to(kept)
+    k_cache = k_cache.expand(-1, kv_heads, -1)
+    v_cache = k_cache[..., :v_head_dim]
+    if not latent:
+        v_cache = values(slots, kv_heads, v_head_dim).to(kept)
     return Batch(
         q_len=ints(q_len),
         kv_len=kv_len,
@@ -50,12 +61,13 @@ def real_batch(
         node_parent=ints([-1] * groups),
         node_end=ints([shared_pages * page_size] * groups),
         request_node=ints(nodes),
-        q=values(sum(q_len), q_heads),
-        k_cache=values(slots, kv_heads).to(kv_dtype or dtype),
-        v_cache=values(slots, kv_heads).to(kv_dtype or dtype),
+        q=values(sum(q_len), q_heads, head_dim),
+        k_cache=k_cache,
+        v_cache=v_cache,
         table=table.cuda(),
         page_size=page_size,
         scale=head_dim**-0.5,
+        latent=latent,
     )
 
 

@@ -17,12 +17,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sgl_kernel_ext.merge_state.merge_state_kernel import merge_parts_kernel
-from sgl_kernel_ext.shared_prefix_attention.configs import pick_tiles
+from sgl_kernel_ext.shared_prefix_attention.configs import block_size, pick_tiles
 from sgl_kernel_ext.shared_prefix_attention.shared_prefix_kernel import (
     shared_prefix_attention_kernel,
 )
 from sgl_kernel_ext.shared_prefix_attention.tasks import TILE_ROWS
-from sgl_kernel_ext.utils import next_power_of_two
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the kernels are interpreted"
@@ -88,22 +87,31 @@ def compiled(
 def attention(
     device: str,
     value: str,
-    head_dim: int,
+    sizes: int | tuple[int, int],
     rows: int,
     page_size: int,
     kv: str | None = None,
     **changed: Any,
 ) -> Any:
     """The attention kernel of a device for tiles of so many rows. kv, changed: see
-    ``FEATURES``."""
+    ``FEATURES``.
+
+    sizes: of the heads of K and V, or of both. With ``LATENT``, V is a part of K.
+    """
     target, family, _ = DEVICES[device]
-    tiles = pick_tiles(family, head_dim, TYPES[value].itemsize)
+    head_dim, v_head_dim = (sizes, sizes) if isinstance(sizes, int) else sizes
+    latent = bool(changed.get("LATENT"))
+    blocks = block_size(head_dim - v_head_dim * latent), block_size(v_head_dim)
+    tiles = pick_tiles(family, max(blocks), TYPES[value].itemsize)
     tile = TILE_ROWS.index(rows)
     constants = {
         "NUM_Q_HEADS": 32,
         "NUM_KV_HEADS": 8,
         "HEAD_DIM": head_dim,
-        "BLOCK_D": next_power_of_two(head_dim),
+        "V_DIM": v_head_dim,
+        "LATENT": latent,
+        "BLOCK_D": blocks[0],
+        "BLOCK_V": blocks[1],
         "PAGE_SIZE": page_size,
         "TILE": tile,
         "BLOCK_M": rows,
@@ -155,7 +163,26 @@ FEATURES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "sinks": (None, {"sinks_ptr": ...}),
     "cap-and-sinks": (None, {"LOGIT_CAP": 50.0, "sinks_ptr": ...}),
     "fp8": ("fp8e4nv", {"v_scale": ...}),
+    "latent": (None, {"LATENT": True}),
 }
+# Of keys and values: latents, heads of 512 values, and of K larger than those of V.
+SIZES = {
+    (576, 512, True): (16, 64),
+    (512, 512, False): (16, 64),
+    (192, 128, False): (16, 64, 128),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_keys_and_values_of_two_sizes(
+    sizes: tuple[int, int, bool], device: str
+) -> None:
+    *dims, latent = sizes
+    for rows in SIZES[sizes]:
+        kernel = attention(device, "bf16", tuple(dims), rows, 1, LATENT=latent)
+        assert kernel.metadata.shared <= DEVICES[device][2]
 
 
 @pytest.mark.slow
@@ -171,7 +198,7 @@ def test_features(name: str, rows: int, device: str) -> None:
 # Of one program on an H100, by features, head_dim and rows of the tile: registers per thread,
 # bytes of stack (spilled registers), bytes of shared memory, and programs per multiprocessor.
 # The figures of the pinned Triton: a worse one is a slower kernel, a better one belongs here.
-RESOURCES = {
+RESOURCES: dict[tuple[str, int | tuple[int, int], int], tuple[int, ...]] = {
     ("plain", 64, 16): (96, 0, 37_376, 5),
     ("plain", 64, 64): (254, 0, 108_544, 2),
     ("plain", 64, 128): (191, 0, 49_408, 1),
@@ -214,19 +241,26 @@ RESOURCES = {
     ("fp8", 256, 16): (190, 0, 25_728, 2),
     ("fp8", 256, 64): (255, 32, 98_560, 1),
     ("fp8", 256, 128): (255, 24, 131_328, 1),
+    ("plain", 512, 16): (187, 0, 49_728, 2),
+    ("plain", 512, 64): (255, 40, 196_608, 1),
+    ("plain", (192, 128), 16): (152, 0, 34_048, 3),
+    ("plain", (192, 128), 64): (200, 0, 107_008, 1),
+    ("plain", (192, 128), 128): (230, 0, 139_776, 1),
+    ("latent", (576, 512), 16): (168, 0, 37_440, 3),
+    ("latent", (576, 512), 64): (255, 32, 147_456, 1),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "head_dim", "rows"), RESOURCES)
+@pytest.mark.parametrize(("name", "sizes", "rows"), RESOURCES)
 def test_machine_code_needs_no_more(
-    name: str, head_dim: int, rows: int, tmp_path: Path
+    name: str, sizes: int | tuple[int, int], rows: int, tmp_path: Path
 ) -> None:
     kv, changed = FEATURES[name]
-    kernel = attention("h100", "bf16", head_dim, rows, 1, kv, **changed)
+    kernel = attention("h100", "bf16", sizes, rows, 1, kv, **changed)
     registers, stack = registers_and_stack(kernel.asm["cubin"], tmp_path)
     shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
-    most = RESOURCES[name, head_dim, rows]
+    most = RESOURCES[name, sizes, rows]
     # A multiprocessor has 65,536 registers, which warps get by 256, and 228 KB of shared
     # memory, of which each program takes 1 KB more than it asks for.
     by_registers = 65536 // (-(-registers * 32 // 256) * 256 * warps)
@@ -235,7 +269,9 @@ def test_machine_code_needs_no_more(
     assert all(map(operator.le, found[:3], most[:3])), (found, most)
     assert programs >= most[3], (found, most)
     if name == "plain":  # what the planner counts on
-        tiles = pick_tiles("hopper", head_dim, 2)
+        tiles = pick_tiles(
+            "hopper", max(sizes) if isinstance(sizes, tuple) else sizes, 2
+        )
         assert tiles.programs[TILE_ROWS.index(rows)] == programs
 
 

@@ -19,6 +19,7 @@ from sgl_kernel_ext.shared_prefix_attention import run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("accelerator")]
 
+LATENT = {"head_dim": 576, "v_head_dim": 512, "latent": True, "groups": 4}
 SHAPES: dict[str, dict[str, object]] = {
     "sd16": {},
     "sd4": {"groups": 32, "siblings": 4},
@@ -37,6 +38,10 @@ SHAPES: dict[str, dict[str, object]] = {
     "fp32": {"dtype": torch.float32, "groups": 4},
     "fp8": {"kv_dtype": torch.float8_e4m3fn, "groups": 4},
     "group7": {"heads": (28, 4), "groups": 4},
+    "k192-v128": {"head_dim": 192, "v_head_dim": 128, "groups": 4},
+    "d512": {"head_dim": 512, "groups": 4, "heads": (16, 4)},
+    "latent": LATENT | {"heads": (16, 1)},
+    "latent-128-heads": LATENT | {"heads": (128, 2)},
 }
 
 
@@ -46,6 +51,8 @@ def test_real_sizes(name: str, max_tile: int) -> None:
     if name == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("Triton has no e4m3 for Ampere")
     batch = real_batch(**SHAPES[name])  # type: ignore[arg-type]
+    if batch.v_cache.shape[-1] > 256:
+        max_tile = min(max_tile, 64)
     planner = make_planner(
         batch, config=None, max_tile=max_tile, max_requests=512, max_tokens=2048
     )

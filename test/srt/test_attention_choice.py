@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention.base_attn_backend import (
     AttentionBackend,
     SharedReadEnds,
@@ -28,6 +27,8 @@ from sglang.srt.mem_cache.memory_pool import (
     HybridLinearKVPool,
     MHATokenToKVPool,
     MHATokenToKVPoolFP4,
+    MLATokenToKVPool,
+    MLATokenToKVPoolFP4,
 )
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_memory_pool import (
@@ -126,13 +127,11 @@ def model_runner(
     pool = object.__new__(MHATokenToKVPool)
     pool.dtype = torch.float32
     named = dict.fromkeys(support.ATTENTION_ARGUMENTS) | arguments
-    config = SimpleNamespace(attention_arch=AttentionArch.MHA)
     return SimpleNamespace(
         device=device,
         is_generation=True,
         dtype=torch.float32,
         model=attention(),
-        model_config=config,
         token_to_kv_pool=pool,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1)),
         attn_backend=type("TritonAttnBackend", (Native,), {})(),
@@ -194,9 +193,6 @@ def test_unknown_devices_and_backends_and_models_are_left_alone(
     other = model_runner()
     other.attn_backend = Native()
     attention_choice.share_by_default(other)
-    latent = model_runner()
-    latent.model_config.attention_arch = AttentionArch.MLA
-    attention_choice.share_by_default(latent)
     crossed = model_runner()
     crossed.model = torch.nn.ModuleList(
         [attention(), attention(is_cross_attention=True)]
@@ -276,7 +272,7 @@ def test_each_layer_shares_or_not(
     assert found.shared == full
     assert found.why_not == [
         "a sliding window of 32 tokens",
-        f"heads of their own ({(4 * HEADS, 2 * HEADS, DIM)})",
+        f"heads of their own ({(4 * HEADS, 2 * HEADS, DIM, DIM)})",
         "logits capped by clamp",
     ]
     attention_choice.share_by_default(runner)
@@ -313,6 +309,73 @@ def test_full_layers_beside_recurrent_ones_share(shared: list[Any]) -> None:
     assert shared == [both.full_attn_backend]
     runner.token_to_kv_pool.full_attention_layer_id_mapping = {}
     assert attention_choice.model_obstacle(runner) == "no attention layers"
+
+
+def latent_layer(heads: int) -> RadixAttention:
+    return RadixAttention(heads, 24, 0.25, num_kv_heads=1, layer_id=0, v_head_dim=16)
+
+
+def test_latents_are_shared_where_somebody_asks(
+    shared: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, named = model_runner(), model_runner("triton")
+    prompts, decodes = attention(), latent_layer(4)
+    prompts.v_head_dim = 32
+    for each in (runner, named):
+        each.token_to_kv_pool = object.__new__(MLATokenToKVPool)
+        each.token_to_kv_pool.kv_lora_rank = 16
+        each.token_to_kv_pool.dtype = torch.float32
+        each.model = torch.nn.ModuleList([decodes, prompts])
+    assert attention_choice.find_layers(named) == Layers([decodes], [], latent=True)
+    with caplog.at_level("INFO"):
+        attention_choice.share_by_default(runner)
+    assert not shared and "because of latents, with which" in caplog.text
+    attention_choice.share_by_default(named)
+    assert shared == [named.attn_backend]
+    named.token_to_kv_pool.dtype = torch.float8_e4m3fn
+    with pytest.raises(ConfigError, match="a KV cache of torch"):
+        attention_choice.share_by_default(named)
+    named.token_to_kv_pool = object.__new__(MLATokenToKVPoolFP4)
+    named.token_to_kv_pool.kv_lora_rank = 16
+    with pytest.raises(ConfigError, match="not work with a MLATokenToKVPoolFP4"):
+        attention_choice.share_by_default(named)
+
+
+def test_latents_come_whole_or_in_two_parts(backend: Sharing) -> None:
+    """Four heads read them in two halves, as if there were two KV heads."""
+    torch.manual_seed(0)
+    layer = latent_layer(4)
+    backend._layers = Layers([layer], [], latent=True)
+    made = AttentionPlanner(
+        num_q_heads=4, num_kv_heads=2, head_dim=24, v_head_dim=16, latent=True,
+        dtype=torch.float32, page_size=1, device="cpu", max_requests=8, max_tokens=32,
+        max_nodes=8,
+    )  # fmt: skip
+    backend.plans = StepPlans(made, None, num_layers=1)
+    backend._slots = torch.arange(1000).view(1, 1000).expand(3, 1000).int()
+    k = torch.randn(1000, 1, 24)
+    written: list[Any] = []
+    backend._kv = SimpleNamespace(
+        get_kv_buffer=lambda _: (k, k[..., :16]),
+        set_kv_buffer=lambda _, place, k, v: written.append(k),
+        set_mla_kv_buffer=lambda _, place, k, rope: written.append((k, rope)),
+    )
+    batch = decode(910, 920, 930)
+    batch.seq_lens, batch.out_cache_loc = batch.seq_lens_cpu, torch.tensor([1, 2, 3])
+    q, own = torch.randn(3, 4, 24), torch.randn(3, 1, 24)
+    wanted, _ = attention_ref(
+        q, k, k[..., :16], backend._slots, [1] * 3, [910, 920, 930], [0, 1, 2], 1, 0.25
+    )
+    backend.groups = groups(0, 0, 0, end=900)
+    backend.init_forward_metadata(batch)
+    out = backend.forward_decode(q.flatten(1), own, own[..., :16], layer, batch)
+    assert written.pop() is own
+    torch.testing.assert_close(out.view_as(wanted), wanted, atol=2e-5, rtol=2e-5)
+    parts = {"q_rope": q[..., 16:], "k_rope": own[..., 16:]}
+    latent = own[..., :16]
+    again = backend.forward_decode(q[..., :16], latent, latent, layer, batch, **parts)
+    assert written.pop() == (latent, parts["k_rope"])
+    assert torch.equal(again, out)
 
 
 def test_backends_that_share_are_found_within_others(backend: Sharing) -> None:

@@ -13,14 +13,19 @@ from stress_runs import scenario
 from tiny_checkpoints import ARGUMENTS, write_checkpoint
 
 # Full layers beside windows of 32 tokens: in one pool, once with capped logits, and in pools
-# of their own, with sinks. Full layers beside gated delta nets and beside Mamba-2.
+# of their own, with V of another size than K, and with sinks. Full layers beside gated delta
+# nets and beside Mamba-2. Latents, in all layers and beside Kimi's delta attention.
 CASES = {
     "gemma2": ("--disable-overlap-schedule",),
     "gemma3_text": ("--enable-mixed-chunk",),
+    "gemma4_text": ("--swa-full-tokens-ratio=0.6",),
+    "mimo_v2_flash": ("--enable-mixed-chunk", "--swa-full-tokens-ratio=0.6"),
     "gpt_oss": ("--enable-mixed-chunk", "--swa-full-tokens-ratio=0.6"),
     "qwen3_next": (),
     "qwen3_5_text": (),
     "granitemoehybrid": ("--enable-mixed-chunk",),
+    "deepseek_v3": ("--enable-mixed-chunk",),
+    "kimi_linear": (),
 }
 SHARE = '--offline-batch-config={"learn_costs": false, "attention": "torch"}'
 

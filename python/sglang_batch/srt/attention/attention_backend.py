@@ -86,21 +86,30 @@ def variants_for(
 
 logger = logging.getLogger(__name__)
 
+# Most heads of a tile that read the same latents.
+LATENT_HEADS = 64
+
 # Most nodes of the forest per request. A step with more does not share.
 NODES_PER_REQUEST = 4
 
 
 class Layers(NamedTuple):
     """The attention layers of a model that read shared prefixes once, with heads of one
-    shape, and why each of the others does not."""
+    shape, and why each of the others does not.
+
+    latent: they read latents, in which K and V are together.
+    """
 
     shared: list[RadixAttention]
     why_not: list[str]
+    latent: bool = False
 
 
-def heads_of(layer: RadixAttention) -> tuple[int, int, int]:
-    """Query heads, KV heads and their size, on this rank."""
-    return layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
+def heads_of(layer: RadixAttention) -> tuple[int, int, int, int]:
+    """Query heads, KV heads, and the sizes of K's and V's, on this rank."""
+    return (
+        layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
+    )  # fmt: skip
 
 
 def share(backend: AttentionBackend, model_runner: ModelRunner, layers: Layers) -> None:
@@ -127,7 +136,7 @@ def share(backend: AttentionBackend, model_runner: ModelRunner, layers: Layers) 
         ) from error
     logger.info(
         f"Prefixes that decodes share are read once in {len(layers.shared)} of "
-        f"{sum(map(len, layers))} layers, by {sharing.implementation.name}, in front of "
+        f"{len(layers.shared) + len(layers.why_not)} layers, by {sharing.implementation.name}, in front of "
         f"SGLang's {kind.__name__}."
         + "".join(f" Not with {each}." for each in dict.fromkeys(layers.why_not))
     )
@@ -189,13 +198,20 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
         self._kv = pool = model_runner.token_to_kv_pool
         self._slots = model_runner.req_to_token_pool.req_to_token
         most_requests = int(self._slots.shape[0])
-        num_q_heads, num_kv_heads, head_dim = heads_of(layers.shared[0])
-
+        num_q_heads, num_kv_heads, head_dim, v_head_dim = heads_of(layers.shared[0])
+        if layers.latent:
+            # All heads read the same latents, and no more of them together than fit a tile.
+            num_kv_heads = next(
+                number for number in range(1, num_q_heads + 1)
+                if not num_q_heads % number and num_q_heads // number <= LATENT_HEADS
+            )  # fmt: skip
         planner = partial(
             AttentionPlanner,
             num_q_heads=num_q_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            latent=layers.latent,
             dtype=model_runner.dtype,
             kv_dtype=pool.dtype,
             page_size=1,  # req_to_token names the slot of each token
@@ -204,7 +220,8 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
             max_nodes=NODES_PER_REQUEST * most_requests,
         )
         mixed = None
-        if get_schedule().enable_mixed_chunk:
+        # Of a step with prompts, SGLang's model chooses whether its layers read latents.
+        if get_schedule().enable_mixed_chunk and not layers.latent:
             # Steps compute chunks of prompts together with decodes. Steps run one after
             # the other, so both kinds share one workspace for partial results.
             chunk = max(0, int(get_schedule().chunked_prefill_size or 0))
@@ -288,6 +305,10 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
         if self._step is None or layer not in self._layers.shared:
             return stock(q, k, v, layer, forward_batch, save_kv_cache, **options)
         sinks = options.pop("sinks", None)
+        q_rope = k_rope = None
+        if self._layers.latent:
+            # Some models hand in the rotary part of latents apart.
+            q_rope, k_rope = options.pop("q_rope", None), options.pop("k_rope", None)
         wanted = [k for k, x in options.items() if x is not None and x is not False]
         if wanted:
             raise EngineError(
@@ -301,13 +322,23 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
             scales = layer.k_scale_float, layer.v_scale_float
         if save_kv_cache and k is not None:
             place = KVWriteLoc(forward_batch.out_cache_loc, None)
-            self._kv.set_kv_buffer(layer, place, k, v, *scales)
+            if k_rope is None:
+                self._kv.set_kv_buffer(layer, place, k, v, *scales)
+            else:
+                self._kv.set_mla_kv_buffer(layer, place, k, k_rope)
         k_scale, v_scale = scales or (1.0, 1.0)
-        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = torch.empty_like(q)
+        heads = layer.tp_q_head_num
+        q = q.reshape(len(q), heads, -1)
+        if q_rope is not None:
+            q = torch.cat([q, q_rope.reshape(len(q), heads, -1)], -1)
+        out = q.new_empty(len(q), heads, layer.v_head_dim)
         grid = {} if self._grid is None else {"grid": self._grid}
         features = kernels.Features(layer.logit_cap, sinks, v_scale)
-        caches = self._kv.get_kv_buffer(layer.layer_id)
+        kv_heads = self._step.plan.planner.num_kv_heads
+        caches = (
+            each.expand(-1, kv_heads, -1)
+            for each in self._kv.get_kv_buffer(layer.layer_id)
+        )
         self.implementation.run(
             self._step.plan, q, *caches, self._slots, forward_batch.seq_lens, out,
             layer.scaling * k_scale, features=features, **grid,

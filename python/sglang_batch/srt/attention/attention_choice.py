@@ -10,10 +10,13 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+)
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
 
@@ -27,6 +30,7 @@ from .attention_backend import Layers, heads_of
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -57,10 +61,14 @@ def make_backend(model_runner: ModelRunner) -> AttentionBackend:
     name = get_default_attn_backend(
         model_runner.server_args, False, model_runner.model_config
     )
-    names = ("fa3", "flashinfer", "torch_native")
+    layers = find_layers(model_runner)
+    # The model calls a backend of a name that it does not know as it calls Triton's.
+    names = (
+        ("torch_native",) if layers.latent else ("fa3", "flashinfer", "torch_native")
+    )
     make = ATTENTION_BACKENDS[name if name in names else "triton"]
     backend: AttentionBackend = make(model_runner)
-    attention_backend.share(backend, model_runner, find_layers(model_runner))
+    attention_backend.share(backend, model_runner, layers)
     return backend
 
 
@@ -82,11 +90,14 @@ def share_by_default(model_runner: ModelRunner) -> None:
     backend = getattr(model_runner.attn_backend, "full_attn_backend", None)
     backend = backend or model_runner.attn_backend
     automatic = wanted == "auto"
+    layers = find_layers(model_runner)
     found = _why_not(model_runner, named) if automatic else None
     found = found or _obstacle(model_runner, type(backend).__name__)
     if automatic and type(backend).__name__ == "FlashInferAttnBackend":
         # The trial does not see how its plans and ours go together in a CUDA graph.
-        found = found or next(iter(find_layers(model_runner).why_not), None)
+        found = found or next(iter(layers.why_not), None)
+    if automatic and layers.latent:
+        found = found or "latents, with which no device was measured"
     if found is not None and not automatic:
         raise ConfigError(
             f'attention="{wanted}" does not work with {found}; choose "stock".'
@@ -98,7 +109,7 @@ def share_by_default(model_runner: ModelRunner) -> None:
     why = "another rank cannot read shared prefixes once"
     done = True
     try:
-        attention_backend.share(backend, model_runner, find_layers(model_runner))
+        attention_backend.share(backend, model_runner, layers)
     except EngineError as error:
         if not automatic:
             raise
@@ -152,14 +163,11 @@ def _obstacle(model_runner: ModelRunner, kind: str) -> str | None:
 def model_obstacle(model_runner: ModelRunner) -> str | None:
     """Why no layer of the model can share, or None if some can."""
     pool = model_runner.token_to_kv_pool
-    if model_runner.model_config.attention_arch != AttentionArch.MHA:
-        return "latent attention (MLA)"
-    # Full layers beside windows or recurrent layers have a pool of the plain kind.
-    parted = type(pool) in (SWAKVPool, HybridLinearKVPool)
-    full = pool.full_kv_pool if parted else pool
-    if type(full) is not MHATokenToKVPool:
+    kind = type(full_pool(pool))
+    if kind not in (MHATokenToKVPool, MLATokenToKVPool):
         return f"a {type(pool).__name__}"
-    if pool.dtype not in (model_runner.dtype, torch.float8_e4m3fn):
+    quantised = () if kind is MLATokenToKVPool else (torch.float8_e4m3fn,)
+    if pool.dtype not in (model_runner.dtype, *quantised):
         return f"a KV cache of {pool.dtype} with a model of {model_runner.dtype}"
     for layer in attention_layers(model_runner.model):
         # With an encoder, the rows of ``req_to_token`` begin with its tokens.
@@ -169,14 +177,25 @@ def model_obstacle(model_runner: ModelRunner) -> str | None:
     return None if found.shared else next(iter(found.why_not), "no attention layers")
 
 
+def full_pool(pool: KVCache) -> KVCache:
+    """The pool of the full layers, which have one beside windows or recurrent layers."""
+    parted = type(pool) in (SWAKVPool, HybridLinearKVPool)
+    return pool.full_kv_pool if parted else pool
+
+
 def find_layers(model_runner: ModelRunner) -> Layers:
     """Decide for each layer. Those that share have heads like the first of them."""
-    found = Layers([], [])
     pool = model_runner.token_to_kv_pool
+    full = full_pool(pool)
+    latent = isinstance(full, MLATokenToKVPool)
+    found = Layers([], [], latent)
     for layer in attention_layers(model_runner.model):
         # Linear attention of some models is of this class, too, and has no KV.
         ids = getattr(pool, "full_attention_layer_id_mapping", (layer.layer_id,))
         if layer.layer_id not in ids:
+            continue
+        # Prompts have layers of their own, for which the model expands the latents.
+        if latent and layer.v_head_dim != full.kv_lora_rank:
             continue
         why_not = _layer_obstacle(layer)
         if why_not is None and heads_of(layer) != heads_of([*found.shared, layer][0]):
@@ -215,8 +234,6 @@ def _layer_obstacle(layer: RadixAttention) -> str | None:
         return f"a sliding window of {layer.sliding_window_size} tokens"
     if layer.logit_cap and layer.logit_capping_method != "tanh":
         return f"logits capped by {layer.logit_capping_method}"
-    if layer.qk_head_dim != layer.v_head_dim:
-        return f"heads of {layer.qk_head_dim} values for K, {layer.v_head_dim} for V"
     if layer.xai_temperature_len > 0:
         return "a temperature that changes with the position"
     if layer.use_irope:

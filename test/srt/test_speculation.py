@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from stress_runs import KV, scenario
+from tiny_checkpoints import ARGUMENTS, write_checkpoint
+from tiny_drafts import add_next_token_layer, write_draft_model
 
 from sglang_batch.run.demo_model import write_demo_model
 
@@ -84,3 +87,40 @@ def test_chains_of_a_draft_model_in_pages(demo_model: Path) -> None:
     drafts = drafts_of(demo_model, "STANDALONE", 1, 4)
     found = scenario(demo_model, "branch_points,kinds", 1, 1, *drafts, "--page-size=16")
     assert found["branch_points"]["computed"] == found["branch_points"]["least"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "topk", "width", "page"),
+    [("EAGLE", 1, 4, 16), ("EAGLE", 2, 6, 1), ("EAGLE3", 4, 16, 1)],
+)
+def test_drafts_from_hidden_states(
+    demo_model: Path, tmp_path: Path, algorithm: str, topk: int, width: int, page: int
+) -> None:
+    draft = write_draft_model(algorithm, tmp_path / "draft", demo_model)
+    drafts = drafts_of(draft, algorithm, topk, width)
+    what = "drafted,too_long,branch_points,kinds,random"
+    found = scenario(demo_model, what, 1, 1, *drafts, f"--page-size={page}")
+    if width > 4:  # few drafts of a random model are right
+        assert found["drafted"]["drafts"][0] < 40
+    assert found["branch_points"]["computed"] == found["branch_points"]["least"]
+    assert found["too_long"]["answered"] == 6
+    assert found["random"]["offloaded"] == 0
+
+
+def test_drafts_of_a_layer_of_the_model(demo_model: Path, tmp_path: Path) -> None:
+    """With KV of latent attention."""
+    kind = "deepseek_v3"
+    model = write_checkpoint(kind, tmp_path / kind, demo_model)
+    add_next_token_layer(model)
+    arguments = [*drafts_of(model, "NEXTN", 2, 6), *ARGUMENTS[kind]]
+    found = scenario(model, "drafted,random", 1, 1, *arguments, "--enable-mixed-chunk")
+    assert found["random"]["lines"] >= 5
+    assert found["random"]["mixed"] == 0
+
+
+def test_a_draft_model_with_windows(demo_model: Path, tmp_path: Path) -> None:
+    model = write_checkpoint("gpt_oss", tmp_path / "gpt_oss", demo_model)
+    arguments = [*drafts_of(model, "STANDALONE", 2, 6), *ARGUMENTS["gpt_oss"]]
+    found = scenario(model, "branch_points,random", 1, 1, *arguments)
+    assert found["branch_points"]["computed"] == found["branch_points"]["least"]
+    assert found["random"]["lines"] >= 5

@@ -59,6 +59,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("enable_mis", True, "--enable-mis does"),
     ("prefill_only_disable_kv_cache", True, "--prefill-only-disable-kv-cache does"),
     ("speculative_algorithm", "DFLASH", "--speculative-algorithm DFLASH does"),
+    ("enable_multi_layer_eagle", True, "--enable-multi-layer-eagle does"),
     ("decoupled_spec_role", "verifier", "--decoupled-spec-role verifier does"),
     ("dllm_algorithm", "LowConfidence", "--dllm-algorithm LowConfidence does"),
     ("enable_lora_overlap_loading", True, "--enable-lora-overlap-loading does"),

@@ -76,6 +76,8 @@ def test_drafts_are_refused_where_they_keep_more_than_kv(tmp_path: Path) -> None
         ConfigError, match=r"does not work with --pp-size 2 .*; drop one"
     ):
         check_drafts([llama], "NGRAM", 2)
+    with pytest.raises(ConfigError, match=r"--enable-dp-attention .*; drop one"):
+        check_drafts([llama], "EAGLE", attention_dp=True)
     recurrent = read("qwen3_next", tmp_path / "b", "Qwen3NextForCausalLM")
     with pytest.raises(
         ConfigError, match=r"^Qwen3Next.* NGRAM .* state .*; drop the flag"

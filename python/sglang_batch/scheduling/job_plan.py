@@ -144,6 +144,10 @@ class JobPlan:
             leaf_end=self.leaf_end[:1],
         )
 
+    def with_shorter_prefixes(self, tokens: int) -> JobPlan:
+        """The plan for a cache that does not share the last ``tokens`` of a prefix."""
+        return replace(self, depth=np.maximum(self.depth - tokens, 0))
+
     def from_one_end(self) -> JobPlan:
         """The plan with an order that is followed, from first to last."""
         return self if self.density is None else replace(self, density=None)

@@ -27,7 +27,7 @@ from sglang_batch.request import BatchRequestInput, RequestOutput
 from sglang_batch.scheduling.job_plan import JobPlan, StepCost
 from sglang_batch.srt.compat.support import (
     check_disaggregation,
-    check_host_receive,
+    check_on_cpu,
     config_in_mode,
 )
 from sglang_batch.srt.disaggregation import pairing
@@ -482,13 +482,18 @@ def test_the_host_pool_needs_an_accelerator() -> None:
         device="cpu",
         disaggregation_mode="decode",
         disaggregation_decode_host_receive_threshold=1.0,
+        speculative_use_rejection_sampling=False,
     )
-    check_host_receive(arguments)
+    check_on_cpu(arguments)
     arguments.disaggregation_decode_host_receive_threshold = 0.0
     with pytest.raises(ConfigError, match="threshold 0 needs an accelerator"):
-        check_host_receive(arguments)
+        check_on_cpu(arguments)
+    arguments.disaggregation_mode = "null"
+    arguments.speculative_use_rejection_sampling = True
+    with pytest.raises(ConfigError, match="rejection-sampling needs an accelerator"):
+        check_on_cpu(arguments)
     arguments.device = "cuda"
-    check_host_receive(arguments)
+    check_on_cpu(arguments)
 
 
 @pytest.mark.parametrize("value", ["http://a:1", ["a:1"], ["http://a:1/path"], [7]])

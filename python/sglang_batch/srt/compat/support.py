@@ -75,9 +75,8 @@ _DIVIDES = (
     "it divides memory among kinds of KV at run time, and the plan counts pools of "
     "fixed size"
 )
-DRAFT_ALGORITHMS = ("NGRAM", "STANDALONE")
-DRAFTS = (*DRAFT_ALGORITHMS, *(name.lower() for name in DRAFT_ALGORITHMS))
-_DRAFT_STATE = "its draft model keeps more than KV, which the plan does not count"
+_DRAFT_ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
+_DRAFTS = (*_DRAFT_ALGORITHMS, *(name.lower() for name in _DRAFT_ALGORITHMS))
 _DRAFTS_AHEAD = (
     "it drafts several tokens per step, which the KV forecast does not count"
 )
@@ -110,7 +109,8 @@ REFUSALS = (
     FlagRule("enable_two_batch_overlap", "it is not tested with mixed chunks"),
     FlagRule("enable_megamoe_for_layernorm_sp", "SGLang refuses mixed chunks"),
     FlagRule("enable_mis prefill_only_disable_kv_cache", "it runs without the prefix cache"),
-    FlagRule("speculative_algorithm", _DRAFT_STATE, DRAFTS, way_out=f"name {' or '.join(DRAFT_ALGORITHMS)}"),
+    FlagRule("speculative_algorithm", "the plan does not count what it keeps", _DRAFTS, way_out=f"name {', '.join(_DRAFT_ALGORITHMS)}"),
+    FlagRule("enable_multi_layer_eagle", "it was never tried"),
     FlagRule("decoupled_spec_role", "drafts come from another server, which the KV forecast does not count", ("null",)),
     FlagRule("dllm_algorithm", "a diffusion model has its own scheduler"),
     # Adapters.
@@ -153,6 +153,7 @@ LIMITS = (
 SET_BY_SGLANG = (
     "enable_prefill_delayer",
     "speculative_algorithm",
+    "enable_multi_layer_eagle",
     "dllm_algorithm",
     "enable_hisparse",
 )
@@ -244,20 +245,27 @@ def check_deterministic(arguments: Any, config: OfflineBatchConfig) -> None:
         )
 
 
-def check_host_receive(view: Any) -> None:
-    """Refuse to receive KV into SGLang's host pool where there is no accelerator.
+def check_on_cpu(view: Any) -> None:
+    """Refuse what needs an accelerator where there is none.
 
-    SGLang registers that pool with CUDA. On a CPU the KV pool is host memory anyway.
+    SGLang registers the host pool that receives KV with CUDA. On a CPU the KV pool is host
+    memory anyway.
 
     Raises:
         ConfigError: names the flag and the alternative.
     """
+    if view.device != "cpu":
+        return
     threshold = view.disaggregation_decode_host_receive_threshold
-    if view.disaggregation_mode == "decode" and view.device == "cpu" and threshold < 1:
+    if view.disaggregation_mode == "decode" and threshold < 1:
         raise ConfigError(
             f"--disaggregation-decode-host-receive-threshold {threshold:g} needs an "
             "accelerator: on a CPU, KV is received into host memory without it; drop "
             "the flag."
+        )
+    if view.speculative_use_rejection_sampling:
+        raise ConfigError(
+            "--speculative-use-rejection-sampling needs an accelerator; drop the flag."
         )
 
 

@@ -225,10 +225,14 @@ def check_sent_whole(found: ModelTier) -> None:
 
 
 def check_drafts(
-    configs: Sequence[ModelConfig], algorithm: str, pp_size: int = 1
+    configs: Sequence[ModelConfig],
+    algorithm: str,
+    pp_size: int = 1,
+    *,
+    attention_dp: bool = False,
 ) -> None:
     """Refuse ``--speculative-algorithm`` with a model that keeps more for each draft than KV,
-    and with stages of a pipeline.
+    with stages of a pipeline, and with attention data parallelism.
 
     configs: of the model, and of the draft model if there is one.
 
@@ -242,9 +246,14 @@ def check_drafts(
             "offline scheduler: each draft needs a recurrent state of its own, which the "
             f"plan does not count; drop the flag, or give {STOCK_SCHEDULER}."
         )
+    other = ""
     if pp_size > 1:
+        other, why = f"--pp-size {pp_size}", "of several micro-batches"
+    elif attention_dp:
+        other, why = "--enable-dp-attention", "that pad other ranks' drafts"
+    if other:
         raise ConfigError(
-            f"--speculative-algorithm {algorithm} does not work with --pp-size {pp_size} and "
-            "the offline scheduler: tokens of several micro-batches are not counted apart; "
-            f"drop one of the two, or give {STOCK_SCHEDULER}."
+            f"--speculative-algorithm {algorithm} does not work with {other} and the offline "
+            f"scheduler: tokens {why} are not counted apart; drop one of the two, or give "
+            f"{STOCK_SCHEDULER}."
         )

@@ -193,7 +193,8 @@ def do_without() -> None:
 
     LoRA adapters ask torch for pinned memory, for which torch raises. Host memory is
     registered with CUDA, also where no device copies from it. Some models ask for the
-    current device, which would be CUDA's wherever torch is built for CUDA.
+    current device, which would be CUDA's wherever torch is built for CUDA, and some draft
+    models wait for CUDA when they get the embeddings of the model.
     """
     for name in _PINNING_MODULES:
         vars(importlib.import_module(name))["torch"] = _PageableTorch()
@@ -204,6 +205,7 @@ def do_without() -> None:
     )
     torch.Tensor.pin_memory = lambda tensor, device=None: tensor
     torch.get_device_module = get_device_module
+    torch.cuda.synchronize = lambda device=None: None
 
 
 def _unpinned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -51,7 +51,7 @@ class TorchNativeCpuPlatform(CpuDeviceMixin, interface.SRTPlatform):  # type: ig
         return torch.profiler.ProfilerActivity.CPU
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        return algorithm == "STANDALONE"
+        return algorithm in ("STANDALONE", "EAGLE", "EAGLE3")
 
     def get_speculative_worker_cls(self, algorithm: str) -> type | None:
         # SGLang's own. It asks right before it makes one, which is when its kernels are

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from sglang.srt.arg_groups import overrides
 from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+from sglang.srt.runtime_context import attn_dp_enabled_of
 
 from ...errors import ConfigError, ExitStatus
 from ...planner.choosing.ways import MOST_GRAPH_ROWS
@@ -98,8 +99,8 @@ def _resolve(server_args: ServerArgs, previous: ResolutionStep) -> None:
         if config.mixed_chunk is None and not support.is_deterministic(view):
             wanted = view.device != "cpu" or config.overlap == "on"
             mixed = view.enable_mixed_chunk or wanted
-        if mode != "null":
-            mixed = False  # there are no decodes to mix prompts with
+        if mode != "null" or view.speculative_algorithm:
+            mixed = False  # there are no decodes to mix prompts with, or only drafts
         _declare(
             server_args,
             radix_cache_backend=support.CACHE_BACKEND,
@@ -132,7 +133,7 @@ def _graph_rows(view: ServerArgs) -> int | None:
 
 def _check(server_args: ServerArgs, previous: ResolutionStep) -> None:
     with _said_in_one_line(server_args):
-        support.check_host_receive(resolving_view(server_args))
+        support.check_on_cpu(resolving_view(server_args))
         if server_args.offline_config.scheduler == "offline":
             _check_model(server_args, previous)
         else:
@@ -200,7 +201,12 @@ def _check_model(server_args: ServerArgs, previous: ResolutionStep) -> None:
                 context_length=configs[0].context_len,
             )
             configs.append(draft)
-        tiers.check_drafts(configs, drafts, resolved.pp_size)
+        tiers.check_drafts(
+            configs,
+            drafts,
+            resolved.pp_size,
+            attention_dp=attn_dp_enabled_of(resolved),
+        )
 
 
 def check_states_anywhere(strategy: str, page_size: int | None) -> None:

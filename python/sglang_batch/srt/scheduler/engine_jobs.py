@@ -155,6 +155,7 @@ class RequestRegistry:
         self._recorder = jobs.recorder
         self._tokens = jobs.tokens
         self._page_size = jobs.page_size
+        self._cache = jobs.cache
         self._share = not jobs.cache.disable
         self._both_ends = not jobs.decode_only
         self._closed: set[str] = set()
@@ -184,6 +185,8 @@ class RequestRegistry:
             plan = plan.without_prefixes()
         if not self._both_ends:
             plan = plan.from_one_end()
+        if self._cache.lookahead:
+            plan = plan.with_shorter_prefixes(self._cache.lookahead)
         job = self._jobs.get(job_id)
         if job is not None and job.plan.same_requests(plan):
             job.replan(plan)
@@ -212,13 +215,19 @@ class RequestRegistry:
 
     def _extend(self, job: JobState, plan: JobPlan) -> None:
         self._common.forget(job)
-        extension = job.extend(plan, _cached_len)
+        extension = job.extend(plan, self._cached_len)
         self._common.note_all(job)
         self._pinned.unlock(extension.released)
         for request, own in extension.resized:
             self._kv_accounting.resize(request, own)
-        running = [(request, _cached_len(request)) for request in extension.running]
+        running = [(each, self._cached_len(each)) for each in extension.running]
         self._prefixes.extended(job, running)
+
+    def _cached_len(self, request: ScheduledRequest) -> int:
+        """Tokens of a running request's prompt that the cache holds for others."""
+        req: Req = request.req
+        computed = request.input_len if request.decoding else int(req.prefix_len)
+        return computed - self._cache.lookahead
 
     def set_priority(self, job_id: str, priority: int) -> None:
         job = self._jobs.get(job_id)
@@ -405,12 +414,6 @@ class RequestRegistry:
         if job is not None:
             job.forget(request)
             self._drop_if_done(job)
-
-
-def _cached_len(request: ScheduledRequest) -> int:
-    """Tokens of a running request's prompt that the cache holds for others."""
-    req: Req = request.req
-    return request.input_len if request.decoding else int(req.prefix_len)
 
 
 def draft_slots() -> int:

@@ -124,15 +124,15 @@ class SharedPrefixes:
         """
         if not self._leaders:
             return
-        still_leading = []
+        still_leading, lookahead = [], self._cache.lookahead
         for job, request in self._leaders:
             if not request.running or not request.leading:
                 continue
             req: Req = request.req
             if req is chunked:  # SGLang has put it into the tree already
-                self.show(job, request, req.prefix_len)
+                self.show(job, request, req.prefix_len - lookahead)
                 still_leading.append((job, request))
             elif not req.finished() and req.kv.holds_kv:
                 checkpoint_kv_cache(req, self._cache)
-                self.show(job, request, request.input_len)
+                self.show(job, request, request.input_len - lookahead)
         self._leaders = still_leading

@@ -63,6 +63,12 @@ class PlannedRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     _released: Callable[[Req, bool], None] | None = None
     _ends: Callable[[Req], list[int]] | None = None
 
+    @property
+    def lookahead(self) -> int:
+        """Tokens behind a prefix on which its KV depends, and without which the tree does
+        not keep it. A draft model like EAGLE's reads each state with the next token."""
+        return int(self.tree_core.is_eagle)
+
     def attach(
         self,
         pinned: PinnedPrefixes,
@@ -87,6 +93,7 @@ class PlannedRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         parts, each of which ends where others need it."""
         if self._ends is not None and self.supports_swa() and not req.finished():
             for end in self._ends(req):
+                end += self.lookahead
                 if req.kv.cache_protected_len < end < up_to:
                     super().checkpoint(req, up_to=end, **kwargs)
         super().checkpoint(req, up_to=up_to, **kwargs)
@@ -142,7 +149,8 @@ class PlannedRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def lock_prefix(self, req: Req, num_tokens: int) -> TreeLock | None:
         """Lock the first ``num_tokens`` of a request's prompt in the tree, for ``unlock``.
         None if the tree does not hold all of these tokens."""
-        key = _req_radix_key(self, req, req.origin_input_ids, num_tokens)
+        end = num_tokens + self.lookahead
+        key = _req_radix_key(self, req, req.origin_input_ids, end)
         found: MatchResult = self.match_prefix(MatchPrefixParams(key=key))
         if found.device_prefix_len != num_tokens:
             return None

@@ -119,3 +119,14 @@ def test_unknown_paths_and_methods_have_a_nested_error(client: TestClient) -> No
         assert answer.status_code in (404, 405)
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     assert client.get("/nothing").json() == {"detail": "Not Found"}
+
+
+@pytest.mark.filterwarnings("ignore:ORJSONResponse")
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+def test_an_invalid_body_is_answered_without_a_path_of_the_machine(
+    client: TestClient, path: str
+) -> None:
+    answer = client.post(path, json={"text": 5, "messages": 5})
+    assert answer.status_code == 400
+    assert "Input should be a valid list" in answer.text
+    assert ".py" not in answer.text

@@ -120,11 +120,14 @@ def test_a_cancelled_response_leaves_the_engine(
     assert ann.responses.cancel(made.id).status == "cancelled"
     until(lambda: not num_running(keyed_server))
     again = ann.responses.cancel(made.id)
-    assert (again.status, again.usage) == ("cancelled", None)
+    assert (again.status, again.usage, again.error) == ("cancelled", None, None)
 
 
 def test_a_failed_response_ends(ann: openai.OpenAI) -> None:
-    assert ended(ann, create(ann, "x " * 5000)).status == "failed"
+    made = ended(ann, create(ann, "x " * 5000))
+    assert made.status == "failed" and made.error is not None
+    assert made.error.code == "server_error"
+    assert "longer than the model's context length" in made.error.message
 
 
 def test_flex_responses_count_until_their_end(

@@ -14,6 +14,7 @@ from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 
+from sglang_batch.batch_api import protocol
 from sglang_batch.srt.engine import strict_serving
 from sglang_batch.srt.engine.strict_serving import make_strict
 
@@ -109,5 +110,25 @@ def test_a_server_that_keeps_to_none_refuses_it(offline_server: Server) -> None:
     assert (status, answer["error"]["message"]) == (400, said)
     api = client(offline_server.url)
     batch = wait(api, submit(api, jsonl([line("a", LINE | BUDGET)])).id)
+    [failed] = results(api, batch.error_file_id)
+    assert failed["response"]["body"]["error"]["message"] == said
+
+
+def test_the_name_of_another_api_is_refused(keyed_server: Server) -> None:
+    """Not ignored, in a call or a line: the model would think without a limit."""
+    said = f"max_thinking_tokens: {protocol.MEANT}"
+    wrong = {"max_thinking_tokens": 10}
+    bodies = {
+        CHAT: LINE,
+        "/v1/completions": {"prompt": "Why?", "max_tokens": 9},
+        "/v1/responses": {"input": "Why?", "max_output_tokens": 9},
+    }
+    for url, body in bodies.items():
+        status, answer = posted(keyed_server, url, body | wrong)
+        assert (status, answer["error"]["message"]) == (400, said)
+        status, _ = posted(keyed_server, url, body | {"max_thinking_tokens": None})
+        assert status == 200
+    api = client(keyed_server.url, ADMIN)
+    batch = wait(api, submit(api, jsonl([line("a", LINE | wrong)])).id)
     [failed] = results(api, batch.error_file_id)
     assert failed["response"]["body"]["error"]["message"] == said

@@ -52,6 +52,10 @@ class Endpoint:
     generates: bool = False
 
 
+# A budget of thinking by the name that only SGLang's own API has for it.
+THINKING_BUDGET = "max_thinking_tokens"
+MEANT = "there is no such field. Did you mean 'custom_params.thinking_budget'?"
+
 TRANSCRIPTIONS_URL = "/v1/audio/transcriptions"
 
 ENDPOINTS = {

@@ -15,9 +15,11 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -68,6 +70,13 @@ def install(app: FastAPI) -> None:
     """Add our routes and layers. The service is ``app.state.offline_batch_service``."""
     app.include_router(make_router())
     app.add_exception_handler(HTTPException, answer_unknown)
+    stock_answer: Any = app.exception_handlers[RequestValidationError]
+
+    async def answer(request: Request, error: Any) -> Any:
+        error.endpoint_file = None  # SGLang would tell this path of the machine
+        return await stock_answer(request, error)
+
+    app.add_exception_handler(RequestValidationError, answer)
     # The last one is outermost.
     for layer in (OpenAIErrors, BodyPace, CrossOrigin, AnswerHeaders, KnownMethods):
         app.add_middleware(layer)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ...batch_api import protocol as api
 from ...errors import ApiError
 from ..runner import BatchRunner
 from .calls import error_at, path_of, with_whole_body
@@ -48,7 +50,12 @@ class FlexCalls:
             await self._app(scope, receive, send)
             return
         body, receive = await with_whole_body(receive)
-        if is_flex := _is_flex(body):
+        if _fields(body, api.THINKING_BUDGET).get(api.THINKING_BUDGET) is not None:
+            said = f"{api.THINKING_BUDGET}: {api.MEANT}"
+            error = ApiError(400, said, param=api.THINKING_BUDGET, retry=False)
+            await error_at(scope, error)(scope, receive, send)
+            return
+        if is_flex := _fields(body, "flex").get("service_tier") == "flex":
             runner = scope["app"].state.offline_batch_service.runner
             try:
                 async with asyncio.timeout(PATIENCE_S), self._first_in_line:
@@ -83,9 +90,10 @@ class FlexCalls:
         return self._num_flex < max(1, most)
 
 
-def _is_flex(body: bytes) -> bool:
+def _fields(body: bytes, word: str) -> dict[str, Any]:
+    """The fields of a body that has a string, none of others."""
     try:
-        fields = msgspec.json.decode(body) if b'"flex"' in body else None
+        fields = msgspec.json.decode(body) if f'"{word}"'.encode() in body else None
     except (msgspec.DecodeError, RecursionError):
-        return False  # the route says what is wrong
-    return isinstance(fields, dict) and fields.get("service_tier") == "flex"
+        return {}  # the route says what is wrong
+    return fields if isinstance(fields, dict) else {}

@@ -18,7 +18,7 @@ from pydantic import BaseModel, TypeAdapter
 from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from ...batch_api.protocol import TRANSCRIPTIONS_URL
+from ...batch_api import protocol as api
 from ...job.engine import GENERATE_URL, SAMPLE_URL
 from ..compat.server_types import (
     EngineAnswer,
@@ -97,6 +97,8 @@ class ServingEndpoints:
             bodies.check_native(body)
             keep((native, None))
             return self._generate(native)
+        if body.get(api.THINKING_BUDGET) is not None:
+            raise FieldError(api.THINKING_BUDGET, api.MEANT)
         manager = self._managers[0]
         # SGLang's answers repeat the request's name of the model.
         if body.get("model") is None:
@@ -162,7 +164,7 @@ def _serve_function(
             AnthropicServing(manager.serving_chat_class(manager, templates))
         )
         return partial(messages.handle_messages, raw_request=None)
-    if url == TRANSCRIPTIONS_URL:
+    if url == api.TRANSCRIPTIONS_URL:
         handler = make_strict(transcriptions.serving_class(manager))
         return lambda body: _serve(handler, transcriptions.request_of(body))
     if url == "/v1/chat/completions":

@@ -240,6 +240,19 @@ class _Responses(_Stock):  # type: ignore[misc]
                 _make_finite(getattr(part, "logprobs", None) or ())
         return response
 
+    async def _run_background_request(self, request: Any, *args: Any, **kw: Any) -> Any:
+        one: Any = copy.copy(self)
+
+        def fail(message: str) -> Any:
+            kept = self.response_store.get(request.request_id)
+            if kept.status != "cancelled":  # the code is that of SGLang's streams
+                kept.error = {"code": "server_error", "message": message}
+            return self.create_error_response(message)
+
+        one.create_error_response = fail
+        stock: Any = super(_Responses, one)
+        return await stock._run_background_request(request, *args, **kw)
+
 
 class _Transcriptions(_Stock):  # type: ignore[misc]
     """For ``OpenAIServingTranscription``."""

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-import argparse
-import gc
-import os
 import sys
-import warnings
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NoReturn
 
-import platformdirs
+try:
+    import argparse
+    import gc
+    import os
+    import warnings
+    from collections.abc import Sequence
+    from functools import partial
+    from pathlib import Path
+    from typing import Any, NoReturn
 
-from . import __version__
-from .errors import (
-    ConfigError,
-    ExitStatus,
-    InputError,
-    SGLangBatchError,
-    UnknownOption,
-    did_you_mean,
-)
-from .prediction import options as prediction_options
-from .run import run_options
-from .run.client import client_options
-from .run.option_types import add_arguments, count, options_text, whole
+    import platformdirs
+
+    from . import __version__
+    from .errors import (
+        ConfigError,
+        ExitStatus,
+        InputError,
+        SGLangBatchError,
+        UnknownOption,
+        did_you_mean,
+    )
+    from .job import traces
+    from .prediction import options as prediction_options
+    from .run import run_options
+    from .run.client import client_options
+    from .run.option_types import add_arguments, count, options_text, whole
+except KeyboardInterrupt:  # as in main
+    print("interrupted", file=sys.stderr)
+    raise SystemExit(130) from None
 
 # Commands that pass other options on to SGLang.
 TAKE_SGLANG_OPTIONS = ("run", "plan", "serve", "calibrate")
@@ -60,12 +67,13 @@ def command() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
-    own: _Parser = options.parser
-    if rest and options.command not in TAKE_SGLANG_OPTIONS:
-        own.error(f"unrecognized arguments: {' '.join(rest)}.")
     try:
+        options, rest = _parser().parse_known_args(arguments)
+        own: _Parser = options.parser
+        if rest and options.command not in TAKE_SGLANG_OPTIONS:
+            own.error(f"unrecognized arguments: {' '.join(rest)}.")
+        if options.command in (*TAKE_SGLANG_OPTIONS, "exec"):
+            traces.check_propagators()
         return int(options.run(options, rest))
     except (ConfigError, InputError) as error:
         meant = ""
@@ -242,8 +250,10 @@ def _backup(options: argparse.Namespace, rest: list[str]) -> int:
     reads = options.command == "restore"
     os.umask(0o077)  # they are the prompts and answers of clients
     with urls.opened(name, "rb" if reads else "wb") as file:
-        number = (restore_backup if reads else write_backup)(directory, file)
-    place = directory if reads else urls.named(name)
+        title = urls.named(name)
+        restore = partial(restore_backup, title=title)
+        number = (restore if reads else write_backup)(directory, file)
+    place = directory if reads else title
     print(f"{number:,} files are in {place}", file=sys.stderr)
     return ExitStatus.OK
 

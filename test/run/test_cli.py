@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import re
+import subprocess
+import sys
 from argparse import Namespace
 from importlib import resources
 from pathlib import Path
@@ -280,3 +282,30 @@ def test_options_of_sglang_are_not_declared_again() -> None:
             if found[2] in flags:
                 declared.add((section, found[2]))
     assert declared == OWN_MEANING
+
+
+def test_ctrl_c_during_the_imports_is_one_line() -> None:
+    program = """
+import sys
+
+class Interrupted:
+    def find_spec(name, *args):
+        if name == "sglang_batch.config":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupted)
+from sglang_batch.__main__ import command
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True)
+    assert (done.returncode, done.stderr) == (130, b"interrupted\n")
+
+
+def test_ctrl_c_while_options_are_read_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sglang_batch.__main__._parser", interrupted)
+    assert main(["list"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"

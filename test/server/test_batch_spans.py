@@ -266,3 +266,24 @@ def test_without_propagators_calls_begin_traces_of_their_own(
     asyncio.run(scenario())
     [call] = exported.get_finished_spans()
     assert ids(call)[1] is None
+
+
+def test_propagators_that_are_not_installed_do_not_end_a_command() -> None:
+    """FastAPI imports the module, too."""
+    program = """
+from sglang_batch.__main__ import main
+try:
+    main(["serve", "--workers", "http://127.0.0.1:9", "--port", "0"])
+finally:
+    import fastapi
+    from sglang_batch.job import traces
+    assert not traces.start(print)
+"""
+    environment = {ENDPOINT: "http://127.0.0.1:9", "OTEL_PROPAGATORS": "b4"}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    first, *_ = ended.stderr.splitlines()
+    assert first.startswith("No traces: OTEL_PROPAGATORS is unusable (Propagator b4")

@@ -7,9 +7,12 @@ import io
 import os
 import random
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -29,7 +32,7 @@ from fake_engine import FakeEngine
 
 from sglang_batch.__main__ import main
 from sglang_batch.batch_api import protocol as api
-from sglang_batch.errors import ConfigError, InputError
+from sglang_batch.errors import ConfigError, InputError, StoreError
 from sglang_batch.server.service import BatchService
 from sglang_batch.store.backup import restore_backup, write_backup
 from sglang_batch.store.batch_store import BatchStore
@@ -220,7 +223,62 @@ def test_part_of_a_backup_is_refused(tmp_path: Path, cut: int) -> None:
     data = backup(tmp_path / "live")
     with pytest.raises(InputError, match="no whole backup"):
         restore_backup(tmp_path / "new", io.BytesIO(data[:cut]))
-    assert not (tmp_path / "new" / "batches.sqlite3").exists()
+    assert not [*(tmp_path / "new").iterdir()]
+
+
+def _no_database(path: Path) -> None:
+    path.write_bytes(b"x" * 5000)
+
+
+def _half_of_one(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _somebody_elses(path: Path) -> None:
+    path.unlink()
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("CREATE TABLE others (name TEXT)")
+
+
+def _newer(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("INSERT INTO migrations VALUES ('m999_newer')")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_no_database, "file is not a database"),
+        (_half_of_one, "malformed"),
+        (_somebody_elses, "no such table: migrations"),
+        (
+            _newer,
+            "newer release of sglang-batch, to install instead: it has m999_newer",
+        ),
+    ],
+)
+def test_a_backup_with_an_unusable_database_is_refused(
+    tmp_path: Path,
+    change: Callable[[Path], None],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    BatchStore(tmp_path / "live").close()
+    database, file = tmp_path / "live" / "batches.sqlite3", tmp_path / "backup.tar"
+    change(database)
+    with tarfile.open(file, "w") as tar:
+        tar.add(database, database.name)
+    assert main(["restore", str(file), f"--offline-batch-dir={tmp_path / 'new'}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {file} is no whole backup") and said in error
+    assert not [*(tmp_path / "new").iterdir()]
+
+
+def test_a_server_does_not_use_the_database_of_a_newer_release(tmp_path: Path) -> None:
+    BatchStore(tmp_path).close()
+    _newer(tmp_path / "batches.sqlite3")
+    with pytest.raises(StoreError, match=r"newer release .* m999_newer"):
+        BatchStore(tmp_path)
 
 
 def test_another_tar_file_is_refused(tmp_path: Path) -> None:

@@ -35,6 +35,23 @@ def exporter() -> EntryPoint | None:
     return next(iter(found), None)
 
 
+def check_propagators() -> None:
+    """Have no traces, and say so, if ``OTEL_PROPAGATORS`` names what is not installed.
+
+    FastAPI and SGLang, which import it, would end.
+    """
+    if os.environ.get("OTEL_PROPAGATORS"):
+        try:
+            import_module("opentelemetry.propagate")
+        except ModuleNotFoundError:
+            pass
+        except ValueError as error:
+            print(
+                f"No traces: OTEL_PROPAGATORS is unusable ({error}).", file=sys.stderr
+            )
+            os.environ |= {"OTEL_PROPAGATORS": "none", "OTEL_TRACES_EXPORTER": "none"}
+
+
 def provider(say: Callable[[str], None]) -> Any:
     """What makes spans for the collector that the environment names, None without one.
 

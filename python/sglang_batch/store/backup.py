@@ -18,10 +18,11 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from glob import iglob
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
 from ..errors import ConfigError, InputError, StoreError
-from .database import DATABASE
+from .database import DATABASE, known_migrations
 from .files import in_turn, sync_file
 
 # All else is made anew by a server, and names that begin with a dot are temporary.
@@ -48,15 +49,17 @@ def write_backup(directory: Path, out: BinaryIO) -> int:
     return len(names)
 
 
-def restore_backup(directory: Path, source: BinaryIO) -> int:
+def restore_backup(directory: Path, source: BinaryIO, title: str = "this") -> int:
     """Make a store of a backup, in a new or empty directory. Returns the number of files.
 
-    The database gets its name once everything is on disk.
+    Nothing gets its name before everything is on disk and the database is known to be
+    whole. ``title`` names ``source`` in errors.
 
-    Raises ConfigError if the directory has files, InputError if ``source`` is no backup
-    or ends too early, StoreError if the directory cannot be written.
+    Raises ConfigError if the directory has files, InputError if ``source`` is no backup,
+    ends too early, or has a database that this release cannot use, StoreError if the
+    directory cannot be written.
     """
-    number, name, database = 0, "", directory / f"{DATABASE}.restored"
+    number, name = 0, ""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if found := {path.name for path in directory.iterdir()} - {"lost+found"}:
@@ -64,21 +67,26 @@ def restore_backup(directory: Path, source: BinaryIO) -> int:
                 f"{directory} is not empty ({min(found)!r}); name a new directory with "
                 "--offline-batch-dir."
             )
-        with tarfile.open(fileobj=source, mode="r|") as tar:
-            for member in tar:
-                number += 1
-                name = member.name
-                to = database.name if name == DATABASE else name
-                tar.extract(member.replace(name=to), directory, filter="data")
-        if name != DATABASE:
-            raise tarfile.ReadError(f"it has no {DATABASE} at its end")
-        os.sync()
-        os.replace(database, directory / DATABASE)
+        with TemporaryDirectory(prefix="restored-", dir=directory) as new:
+            with tarfile.open(fileobj=source, mode="r|") as tar:
+                for member in tar:
+                    number += 1
+                    name = member.name
+                    tar.extract(member, new, filter="data")
+            if name != DATABASE:
+                raise tarfile.ReadError(f"it has no {DATABASE} at its end")
+            with closing(_connect(Path(new))) as db:
+                [(found,)] = db.execute("PRAGMA quick_check(1)").fetchall()
+                if found != "ok":
+                    raise sqlite3.DatabaseError(f"its {DATABASE} is damaged: {found}")
+                known_migrations(db)
+            os.sync()
+            for each in sorted(os.listdir(new), key=DATABASE.__eq__):
+                os.rename(f"{new}/{each}", directory / each)
         sync_file(directory)
-    except tarfile.TarError as error:
+    except (tarfile.TarError, sqlite3.DatabaseError, StoreError) as error:
         raise InputError(
-            f"this is no whole backup of a server: {error}. Empty {directory} before "
-            "another attempt."
+            f"{title} is no whole backup that this release can restore: {error}."
         ) from None
     except OSError as error:
         raise StoreError(f"cannot restore to {directory}: {error}.") from error

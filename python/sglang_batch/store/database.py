@@ -32,7 +32,8 @@ def open_database(directory: Path, names: Iterable[str]) -> sqlite3.Connection:
 
     One process at a time: when two connections switch a new database to write-ahead
     logging at once, SQLite fails instead of waiting for its busy timeout. Raises
-    StoreError if the directory cannot be written, or its disk is full.
+    StoreError if the directory cannot be written, its disk is full, or a newer release
+    has made the database.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -147,11 +148,20 @@ MIGRATIONS: dict[str, tuple[str, ...]] = {
 }
 
 
+def known_migrations(db: sqlite3.Connection) -> set[str]:
+    """The migrations that a database has. Raises StoreError if a newer release made it."""
+    done = {name for (name,) in db.execute("SELECT name FROM migrations")}
+    if newer := done - MIGRATIONS.keys():
+        said = "of a newer release of sglang-batch, to install instead: it has"
+        raise StoreError(f"the database is {said} {min(newer)}")
+    return done
+
+
 def migrate(db: sqlite3.Connection) -> None:
     db.execute("BEGIN IMMEDIATE")
     try:
         db.execute("CREATE TABLE IF NOT EXISTS migrations (name TEXT PRIMARY KEY)")
-        done = {name for (name,) in db.execute("SELECT name FROM migrations")}
+        done = known_migrations(db)
         for name, statements in MIGRATIONS.items():
             if name not in done:
                 for statement in statements:

@@ -124,7 +124,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def refuse(reason: object) -> NoReturn:
-    """End a command of SGLang whose options cannot be used, with one sentence."""
+def refuse(reason: object, status: ExitStatus = ExitStatus.BAD_INPUT) -> NoReturn:
+    """End a command of SGLang that cannot work, with one sentence."""
     print(f"error: {reason}", file=sys.stderr)
-    raise SystemExit(ExitStatus.BAD_INPUT)
+    raise SystemExit(status)

@@ -11,6 +11,7 @@ import errno
 import os
 import socket
 import sys
+import warnings
 from pathlib import Path
 
 import platformdirs
@@ -60,11 +61,11 @@ def serve(engine: EngineOptions) -> int:
         return ExitStatus.OK
     if not {"-h", "--help"} & set(argv):
         check_server(check_arguments(argv))
-    module = ["-m", "sglang.launch_server", "--offline-batch", *argv]
-    sys.stdout.flush()
+    from ..srt.plugin.serve_help import exec_module
+
     # Python would warn that `sglang serve` is the recommended command.
-    quiet = ["-W", "ignore:'python -m sglang.launch_server':UserWarning"]
-    os.execv(sys.executable, [sys.executable, *quiet, *module])
+    warnings.filterwarnings("ignore", "'python -m sglang.launch_server'", UserWarning)
+    return exec_module("sglang.launch_server", ["--offline-batch", *argv])
 
 
 def _serve_front(fleet: WorkerOptions) -> int:

@@ -128,6 +128,7 @@ FLAG_HOOKS = (
     "sglang.srt.server_args.ServerArgs.add_cli_args",
     "sglang.srt.server_args.ServerArgs.from_cli_args",
 )
+START_HOOK = "sglang.srt.entrypoints.http_server.launch_server"
 SERVER_HOOK = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 ENGINE_DEATH_HOOK = (
     f"{_MANAGERS}.tokenizer_manager.SignalHandler.running_phase_sigquit_handler"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -60,6 +61,8 @@ def tell_of_schedulers(
 
 def tell_while_waiting(original: Callable[..., Any], *args: Any) -> Any:
     """Call a function, with a line on stderr each ``EVERY_S`` until it returns."""
+    # Blocked while a server started its processes.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     over = threading.Event()
     telling = threading.Thread(target=_tell, args=(over,), daemon=True)
     telling.start()

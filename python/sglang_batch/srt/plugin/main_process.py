@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.utils.network import try_bind_socket
 
+from ...errors import ExitStatus, refuse
 from ..compat import offline_hooks as hooks
 from ..compat.private_api import check_version
 
@@ -42,11 +47,30 @@ def _hook_main() -> None:
     register, around, after = hooks.register_offline, HookType.AROUND, HookType.AFTER
     for hook in pooling.after_model_config, cpu_defaults.choose_dtype:
         register(hooks.MODEL_CONFIG_HOOK, hook, after, hooks.first)
+    register(hooks.START_HOOK, _launch, around, hooks.first)
     register(hooks.SERVER_HOOK, _run_server, around, hooks.first)
     register(hooks.LAUNCH_HOOK, processes.tell_of_schedulers, after, hooks.second)
     register(hooks.SHUTDOWN_HOOK, defaults.undo, after, hooks.own)
     _register_http_hooks()
     HookRegistry.apply_hooks()
+
+
+def _launch(original: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """AROUND hook on ``http_server.launch_server``, which starts the engine first."""
+    try:
+        if server_args.node_rank == 0:  # others have no port
+            try_bind_socket(server_args.host, server_args.port).close()
+    except OSError:
+        place = f"port {server_args.port} of {server_args.host}"
+        refuse(f"{place} is in use, or none; choose another --port.", ExitStatus.FAILED)
+    # The engine's processes inherit it, so that Ctrl-C at a terminal is for this one.
+    resource_tracker.ensure_running()  # whose start would unblock it again
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        original(server_args, *args, **kwargs)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(ExitStatus.INTERRUPTED) from None
 
 
 def _run_server(*args: Any, **kwargs: Any) -> None:

@@ -2,6 +2,7 @@
 
     python benchmark/bench_drafts.py --model MODEL            both jobs
     python benchmark/bench_drafts.py --model MODEL --jobs questions --requests 16
+    python benchmark/bench_drafts.py --model MODEL --jobs questions --draft-model DRAFTS
 
 The model is that of `sglang-batch demo-model --real`. A job asks about documents of the demo:
 
@@ -10,7 +11,8 @@ samples: 64 samples of a prompt, each with its seed, at temperature 0.7. They ne
 questions: the first 64 lines of the demo, up to six questions on each document, greedy.
 
 Each runs without drafts, with drafts where few requests run, and as the costs of this machine
-decide; the questions also with drafts in each step, as SGLang has them. The tail of a job are its steps without
+decide; the questions also with drafts in each step, as SGLang has them, and with those of
+--draft-model (STANDALONE, WIDTH tokens), if it is given. The tail of a job are its steps without
 prompts in which fewer requests decode than drafts are for. Seconds are those of one run.
 
 The last line is one JSON document. The exit status is 1 if a target is missed.
@@ -43,6 +45,7 @@ DRAFTS: dict[str, int | None] = {
     f"where at most {FEW} run": FEW,
     "by the costs": None,
 }
+OF_A_MODEL = "of a draft model, in each step"
 NO_DRAFTS = "none"
 
 
@@ -85,7 +88,15 @@ def run(job: str, drafts: str, options: argparse.Namespace) -> TaskResult:
     ]
     if job == "samples":
         arguments.append("--enable-deterministic-inference")
-    if drafts != NO_DRAFTS:
+    if drafts == OF_A_MODEL:
+        arguments += [
+            "--speculative-algorithm=STANDALONE",
+            f"--speculative-draft-model-path={options.draft_model}",
+            f"--speculative-num-steps={WIDTH - 1}",
+            "--speculative-eagle-topk=1",
+            f"--speculative-num-draft-tokens={WIDTH}",
+        ]
+    elif drafts != NO_DRAFTS:
         arguments += NGRAM
         config["draft_requests"] = DRAFTS[drafts]
     arguments.append(f"--offline-batch-config={json.dumps(config)}")
@@ -103,6 +114,8 @@ def tail(done: TaskResult) -> Any:
 def measure(job: str, options: argparse.Namespace) -> list[Figure]:
     # Row by row, drafts in each step would take half an hour.
     names = [name for name in DRAFTS if job == "questions" or name != IN_EACH_STEP]
+    if job == "questions" and options.draft_model:
+        names.append(OF_A_MODEL)
     runs = {name: run(job, name, options) for name in (NO_DRAFTS, *names)}
     none, rows, figures = runs[NO_DRAFTS], [], []
     for name, done in runs.items():
@@ -118,7 +131,7 @@ def measure(job: str, options: argparse.Namespace) -> list[Figure]:
         figures.append(
             Figure(f"{name}: answers unlike those without drafts", wrong, "", ("=", 0))
         )
-        target = None if DRAFTS[name] is None else ("<=", 0.75)
+        target = None if DRAFTS.get(name) is None else ("<=", 0.75)
         note = f"{len(last)} of {least}"
         figures.append(
             Figure(f"{name}: steps of the tail", len(last) / least, "", target, note)
@@ -138,6 +151,7 @@ def measure(job: str, options: argparse.Namespace) -> list[Figure]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", required=True, type=Path)
+    parser.add_argument("--draft-model", type=Path)
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=96, help="most of an answer")

@@ -16,7 +16,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 from free_ports import free_port
-from servers import SERVER_ARGS, kill_group
+from servers import SERVER_ARGS, Server, kill_group
 
 from sglang_batch.srt.plugin import main_process
 
@@ -31,7 +31,9 @@ def _interrupts() -> Iterator[None]:
 
 
 def arguments(port: int, node_rank: int = 0) -> Any:
-    return SimpleNamespace(host="127.0.0.1", port=port, node_rank=node_rank)
+    return SimpleNamespace(
+        host="127.0.0.1", port=port, node_rank=node_rank, offline_batch_dir="none"
+    )
 
 
 def test_a_taken_port_is_refused_before_the_engine_starts(
@@ -50,6 +52,19 @@ def test_a_taken_port_is_refused_before_the_engine_starts(
         main_process._launch(launched.append, arguments(port, node_rank=1))
     main_process._launch(launched.append, arguments(port))
     assert len(launched) == 2
+
+
+def test_a_directory_in_use_is_refused_before_the_engine_starts(
+    offline_server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = offline_server.log_path.parent / "batches"
+    second = arguments(free_port())
+    second.offline_batch_dir = str(directory)
+    with pytest.raises(SystemExit) as ended:
+        main_process._launch(lambda _: None, second)
+    assert ended.value.code == 1
+    holder = f"(pid {offline_server.process.pid})"
+    assert f"is in use by another server {holder}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
-import os
 import socket
 import sys
 import warnings
@@ -18,7 +17,7 @@ import platformdirs
 
 from ..config import OfflineBatchConfig
 from ..errors import ConfigError, ExitStatus, StoreError
-from ..store.files import FileLock
+from ..store.files import check_directory
 from .backend_options import (
     BACKENDS,
     OPTIONS_OF_WORKERS,
@@ -78,7 +77,7 @@ def _serve_front(fleet: WorkerOptions) -> int:
     config = OfflineBatchConfig.from_json(known.offline_batch_config)
     _check_port(known.host, known.port)
     directory = _batch_directory(known)
-    _check_directory(directory)
+    check_directory(directory)
     from ..fleet.http_fleet import served_model
 
     served_model(fleet.urls, fleet.api_key, may_be_away=True)
@@ -121,7 +120,7 @@ def check_server(known: argparse.Namespace) -> None:
             raise ConfigError(f"--{option} {file}: there is no such file.")
     host = getattr(known, "host", DEFAULT_HOST)
     _check_port(host, getattr(known, "port", DEFAULT_PORT))
-    _check_directory(_batch_directory(known))
+    check_directory(_batch_directory(known))
 
 
 def _batch_directory(known: argparse.Namespace) -> Path:
@@ -141,25 +140,3 @@ def _check_port(host: str, port: int) -> None:
                     f"port {port} of {host} is in use; choose another with --port."
                 ) from None
             raise ConfigError(f"cannot listen on {host}:{port}: {error}.") from None
-
-
-def _check_directory(directory: Path) -> None:
-    if not directory.exists():
-        return
-    if not directory.is_dir() or not os.access(directory, os.W_OK):
-        raise ConfigError(
-            f"--offline-batch-dir {directory} is not a directory that can be written."
-        )
-    path = directory / "lock"
-    if not path.exists():
-        return
-    lock = FileLock(path)
-    try:
-        holder = lock.acquire("sglang-batch serve")
-    finally:
-        lock.release()
-    if holder is not None:
-        raise StoreError(
-            f"{directory} is in use by another server ({holder}); choose another "
-            "--offline-batch-dir."
-        )

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import StoreWriteError
+from ..errors import ConfigError, StoreError, StoreWriteError
 
 
 @contextmanager
@@ -86,6 +86,34 @@ class FileLock:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def check_directory(directory: Path) -> None:
+    """Check that a server can use a directory, before its engine is loaded.
+
+    Raises:
+        ConfigError: it cannot be written.
+        StoreError: another server uses it.
+    """
+    if not directory.exists():
+        return
+    if not directory.is_dir() or not os.access(directory, os.W_OK):
+        raise ConfigError(
+            f"--offline-batch-dir {directory} is not a directory that can be written."
+        )
+    path = directory / "lock"
+    if not path.exists():
+        return
+    lock = FileLock(path)
+    try:
+        holder = lock.acquire("a server that starts")
+    finally:
+        lock.release()
+    if holder is not None:
+        raise StoreError(
+            f"{directory} is in use by another server ({holder}); choose another "
+            "--offline-batch-dir."
+        )
 
 
 @contextmanager

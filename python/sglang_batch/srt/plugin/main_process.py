@@ -8,12 +8,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any
 
+import platformdirs
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.utils.network import try_bind_socket
 
-from ...errors import ExitStatus, refuse
+from ...errors import ExitStatus, SGLangBatchError, refuse
+from ...store.files import check_directory
 from ..compat import offline_hooks as hooks
 from ..compat.private_api import check_version
 
@@ -59,7 +62,11 @@ def _launch(original: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
     """AROUND hook on ``http_server.launch_server``, which starts the engine first."""
     try:
         if server_args.node_rank == 0:  # others have no port
+            usual = platformdirs.user_data_path("sglang-batch")
+            check_directory(Path(server_args.offline_batch_dir or usual))
             try_bind_socket(server_args.host, server_args.port).close()
+    except SGLangBatchError as error:
+        refuse(error, ExitStatus.FAILED)
     except OSError:
         place = f"port {server_args.port} of {server_args.host}"
         refuse(f"{place} is in use, or none; choose another --port.", ExitStatus.FAILED)

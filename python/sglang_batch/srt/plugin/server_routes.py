@@ -133,20 +133,20 @@ async def _start_service() -> BatchService:
     directory = Path(
         server_args.offline_batch_dir or platformdirs.user_data_path("sglang-batch")
     )
-    config = server_args.offline_config
+    config, workers = server_args.offline_config, server_args.tokenizer_worker_num
     service = BatchService(
         BatchStore(directory),
         config,
-        server_name=f"pid {get_main_process_id()}",
+        server_name=f"pid {get_main_process_id() if workers > 1 else os.getpid()}",
         answers=ModelAnswers(config, server_args.model_path, vars(server_args)),
     )
-    if server_args.tokenizer_worker_num == 1:  # else one of several makes the plans
+    if workers == 1:  # else one of several makes the plans
         threading.Thread(target=compile_planner, args=(config,), daemon=True).start()
     await service.start(engine, closing=lambda: engine.closing)
     assert service.runner is not None
     runner = service.runner
     # The online requests of other workers are unknown here, so assume that there is one.
-    others = ("",) if server_args.tokenizer_worker_num > 1 else ()
+    others = ("",) if workers > 1 else ()
     engine_death.listen(lambda: runner.engine_died([*manager.rid_to_state, *others]))
     logger.info("Offline batches: /v1/files and /v1/batches, kept in %s", directory)
     return service

@@ -120,6 +120,36 @@ def test_prompts_beside_decodes_share_too(
     assert not saved[decodes == 0].any()
 
 
+def test_online_prompts_have_a_step_of_their_own(
+    sharing: Server, answers: list[dict[str, Any]], cases: list[Case]
+) -> None:
+    """Lines of a batch neither decode nor have prompts in the step of an online prompt."""
+    assert answers
+    log = sharing.log_path.parent / STEPS
+    before = len(read_steps(log)["prefill_online"])
+    api = client(sharing.url)
+    body = {"max_tokens": 120, "ignore_eos": True}
+    lines = [
+        line(case.custom_id, {**body, "prompt": case.prompt}, COMPLETIONS)
+        for case in cases
+    ]
+    batch = submit(api, jsonl(lines), COMPLETIONS)
+    sharing.until_busy()
+    for i in range(4):
+        prompt = [50 + i] * 40
+        api.completions.create(model="demo", prompt=prompt, max_tokens=3)
+    wait(api, batch.id)
+    steps = {name: column[before:] for name, column in read_steps(log).items()}
+    online = steps["prefill_online"] > 0
+    of_lines = [
+        f"{what}_{side}" for what in ("prefill", "decode") for side in SIDES[:2]
+    ]
+    beside = sum(steps[name][online] for name in of_lines)
+    assert online.sum() == 4
+    assert (steps["kv_left"][online] > 0).any()
+    assert not beside.any()
+
+
 def test_kv_in_fp8_is_read_as_sglang_reads_it(
     demo_model: Path, cases: list[Case], tmp_path: Path
 ) -> None:

@@ -85,11 +85,15 @@ class StepsApart:
 
     @contextmanager
     def building(
-        self, prompt_tokens: int, running_batch: ScheduleBatch
+        self, prompt_tokens: int, running_batch: ScheduleBatch, *, always: bool = False
     ) -> Iterator[None]:
-        """SGLang builds a step with so many tokens of prompts meanwhile."""
+        """SGLang builds a step with so many tokens of prompts meanwhile.
+
+        always: whatever takes longer.
+        """
         scheduler = self._scheduler
-        if not self.mixing_loses(prompt_tokens, len(running_batch.reqs)):
+        apart = always and scheduler.is_mixed_chunk
+        if not apart and not self.mixing_loses(prompt_tokens, len(running_batch.reqs)):
             yield
             return
         scheduler.is_mixed_chunk = False

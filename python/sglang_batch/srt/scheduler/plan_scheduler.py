@@ -86,6 +86,8 @@ class PlanScheduler(SchedulerPart):
         self._adapters = jobs.adapters
         self._tokens = jobs.tokens
         self._hooks = hooks
+        # Whether this step is one of online prompts only.
+        self._online_alone = False
 
     def abort(self, rid: str, *, everything: bool) -> list[Req]:
         """Remove requests that wait or are offloaded, and return them to be answered. For
@@ -199,6 +201,7 @@ class PlanScheduler(SchedulerPart):
         if self._adapters is not None:
             self._adapters.begin_step()
         if self._nobody_can_join(running_batch):
+            self._online_alone = False
             return None
         if not self._online.make_room_for_chunk(running_batch):
             self._recorder.admission = Admission.ONLINE_FIRST
@@ -252,7 +255,8 @@ class PlanScheduler(SchedulerPart):
             room_needed=self._cache.free_or_evictable() - now.room,
         )
         joined = Choice()
-        may_join = self._kv_manager.may_join
+        alone = self._leave_to_online(online)
+        may_join = self._kv_manager.may_join and not alone
         for jobs in self._jobs.by_priority():
             if not may_join:  # those on the host resume before any new request joins
                 break
@@ -273,10 +277,11 @@ class PlanScheduler(SchedulerPart):
             now = now.after(choice)
         total.add(joined)
         if not may_join:
-            total.admission = Admission.OFFLOADED_FIRST
+            total.admission = (Admission.OFFLOADED_FIRST, Admission.ONLINE_FIRST)[alone]
         self._recorder.admission = total.admission
         if not may_join and now.chunk_left:
-            some = min(now.chunk_left, now.prompt_tokens)
+            most = self._page_size if alone else now.prompt_tokens
+            some = min(now.chunk_left, most)
             some = some or (0 if now.decode_rows else self._page_size)
             some = min(some, now.chunk_room)
             pages = self._kv_accounting.in_pages(some)
@@ -286,6 +291,14 @@ class PlanScheduler(SchedulerPart):
                 )
             )
         return total
+
+    def _leave_to_online(self, online: list[Req]) -> bool:
+        """Whether this step is one of online prompts only, so that their first tokens come
+        sooner. There are not two of these in a row: jobs go on under any load."""
+        chunked = self._scheduler.chunked_req
+        prompts = online or (chunked is not None and self._registry.is_online(chunked))
+        self._online_alone = bool(prompts) and not self._online_alone
+        return self._online_alone
 
     def _locked_elsewhere(self, now: EngineNow, jobs: list[JobState]) -> EngineNow:
         """Tell of the prefixes that requests of other jobs use."""
@@ -390,9 +403,13 @@ class PlanScheduler(SchedulerPart):
             self._cache.step_ends = ends
         rows = len(running_batch.reqs) if self._scheduler.is_mixed_chunk else 0
         limit = self._online.chunk_limit(step.online, running_batch)
+        if self._online_alone and limit is not None:
+            limit = self._page_size
         step_tokens = max(tokens, self._page_size) + rows
         with (
-            self._apart.building(step.choice.tokens, running_batch),
+            self._apart.building(
+                step.choice.tokens, running_batch, always=self._online_alone
+            ),
             self._offered(step, step_tokens=step_tokens, chunk_limit=limit),
         ):
             running_batch.batch_is_full = False

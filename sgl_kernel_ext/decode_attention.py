@@ -9,13 +9,32 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .host_kernels import array, as_float, in_parts, jit, negative_exp
+from .host_kernels import (
+    array,
+    as_float,
+    in_parts,
+    inlined,
+    jit,
+    negative_exp,
+    prefetch,
+)  # fmt: skip
 
-# Tokens whose logits are computed before the softmax continues.
-_TILE = 64
+# Tokens whose logits are computed before the softmax continues. Meanwhile the next tile is
+# loaded: the KV of a step is larger than a cache, and its slots are nowhere near each other.
+_TILE = 16
 _LOWEST = np.float32(-1e30)
+_LINE = 64  # bytes of one of a cache
 # Products of a query and a key that another thread is worth: some 100 us of work.
 _PART = 1 << 19
+
+
+@inlined
+def _prefetch_heads(cache, slots, begin, end, head):  # type: ignore[no-untyped-def]
+    """Load a KV head at some positions into the processor's caches."""
+    for i in range(begin, end):
+        values = cache[slots[i], head]
+        for offset in range(0, len(values) * values.itemsize, _LINE):
+            prefetch(values.ctypes.data + offset)
 
 
 @jit
@@ -27,24 +46,30 @@ def _attend(  # type: ignore[no-untyped-def]
     kv_heads = k.shape[1]
     group = heads // kv_heads
     logits = np.empty((group, _TILE), np.float32)
-    queries = np.empty((group, dim), np.float32)
-    sums = np.empty((group, dim), np.float32)
-    most = np.empty(group, np.float32)
-    weight = np.empty(group, np.float32)
+    queries = np.empty((heads, dim), np.float32)
+    sums = np.empty((heads, dim), np.float32)
+    most = np.empty(heads, np.float32)
+    weight = np.empty(heads, np.float32)
     for at in range(first, last):
         slots, b = table[rows[at]], tokens[at]
-        for kv_head in range(kv_heads):
-            for g in range(group):
-                head = kv_head * group + g
-                known = lse[b, head] > _LOWEST
-                most[g] = lse[b, head] if known else _LOWEST
-                weight[g] = 1.0 if known else 0.0
-                for d in range(dim):
-                    queries[g, d] = as_float(q[b, head, d]) * scale
-                    sums[g, d] = out[b, head, d] if known else np.float32(0)
-            for tile in range(begin[b], end[b], _TILE):
-                count = min(_TILE, end[b] - tile)
-                whole = count - count % 4
+        for head in range(heads):
+            known = lse[b, head] > _LOWEST
+            most[head] = lse[b, head] if known else _LOWEST
+            weight[head] = 1.0 if known else 0.0
+            for d in range(dim):
+                queries[head, d] = as_float(q[b, head, d]) * scale
+                sums[head, d] = out[b, head, d] if known else np.float32(0)
+        for tile in range(begin[b], end[b], _TILE):
+            count = min(_TILE, end[b] - tile)
+            whole = count - count % 4
+            next_slots, next_begin, next_end = slots, tile + _TILE, end[b]
+            if next_begin >= next_end and at + 1 < last:
+                next_slots, following = table[rows[at + 1]], tokens[at + 1]
+                next_begin, next_end = begin[following], end[following]
+            next_end = min(next_end, next_begin + _TILE)
+            for kv_head in range(kv_heads):
+                first_head = kv_head * group
+                _prefetch_heads(k, next_slots, next_begin, next_end, kv_head)
                 for i in range(0, whole, 4):
                     key0, key1 = (
                         k[slots[tile + i], kv_head],
@@ -55,7 +80,7 @@ def _attend(  # type: ignore[no-untyped-def]
                         k[slots[tile + i + 3], kv_head],
                     )
                     for g in range(group):
-                        query = queries[g]
+                        query = queries[first_head + g]
                         dot0 = dot1 = dot2 = dot3 = np.float32(0)
                         for d in range(dim):
                             dot0 += query[d] * as_float(key0[d])
@@ -67,24 +92,26 @@ def _attend(  # type: ignore[no-untyped-def]
                 for i in range(whole, count):
                     key = k[slots[tile + i], kv_head]
                     for g in range(group):
-                        query = queries[g]
+                        query = queries[first_head + g]
                         dot = np.float32(0)
                         for d in range(dim):
                             dot += query[d] * as_float(key[d])
                         logits[g, i] = dot
+                _prefetch_heads(v, next_slots, next_begin, next_end, kv_head)
                 for g in range(group):
-                    row, total = logits[g], sums[g]
-                    highest = most[g]
+                    head = first_head + g
+                    row, total = logits[g], sums[head]
+                    highest = most[head]
                     for i in range(count):
                         highest = max(highest, row[i])
-                    factor = negative_exp(most[g] - highest)
-                    most[g] = highest
+                    factor = negative_exp(most[head] - highest)
+                    most[head] = highest
                     added = np.float32(0)
                     for i in range(count):
                         power = negative_exp(row[i] - highest)
                         row[i] = power
                         added += power
-                    weight[g] = weight[g] * factor + added
+                    weight[head] = weight[head] * factor + added
                     for d in range(dim):
                         total[d] *= factor
                 for i in range(0, whole, 4):
@@ -97,7 +124,7 @@ def _attend(  # type: ignore[no-untyped-def]
                         v[slots[tile + i + 3], kv_head],
                     )
                     for g in range(group):
-                        total = sums[g]
+                        total = sums[first_head + g]
                         power0, power1 = logits[g, i], logits[g, i + 1]
                         power2, power3 = logits[g, i + 2], logits[g, i + 3]
                         for d in range(dim):
@@ -110,12 +137,12 @@ def _attend(  # type: ignore[no-untyped-def]
                 for i in range(whole, count):
                     value = v[slots[tile + i], kv_head]
                     for g in range(group):
-                        power, total = logits[g, i], sums[g]
+                        power, total = logits[g, i], sums[first_head + g]
                         for d in range(dim):
                             total[d] += power * as_float(value[d])
-            for g in range(group):
-                for d in range(dim):
-                    out[b, kv_head * group + g, d] = sums[g, d] / weight[g]
+        for head in range(heads):
+            for d in range(dim):
+                out[b, head, d] = sums[head, d] / weight[head]
 
 
 def attend_decodes(

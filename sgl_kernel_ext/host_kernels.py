@@ -12,7 +12,8 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba.extending import overload
+from llvmlite import ir
+from numba.extending import intrinsic, overload
 
 # The values of tensors, by dtype, as numba reads them: it has no bfloat16.
 DTYPES = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
@@ -68,6 +69,21 @@ def _compiled_rounded(x, to):  # type: ignore[no-untyped-def]
         return np.uint16(kept | (no_number & np.uint32(0x7FC0)))
 
     return round_to_even
+
+
+@intrinsic
+def prefetch(_typing, address):  # type: ignore[no-untyped-def]
+    """Start to load the cache line at an address that is read soon, into the second level."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        load = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        at = builder.inttoptr(arguments[0], byte)
+        builder.call(load, [at, number(0), number(2), number(1)])
+        return context.get_dummy_value()
+
+    return numba.types.void(numba.types.intp), generate
 
 
 def array(x: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -63,6 +63,7 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = object.__new__(PlannedRadixCache)
     made.unlocked = []
     made.seen = []
+    made.tree_core = SimpleNamespace(is_eagle=False)
     made.token_to_kv_pool_allocator = SimpleNamespace(available_size=lambda: FREE)
 
     def evict(self: Any, params: EvictParams, **kwargs: Any) -> Any:

@@ -92,7 +92,8 @@ def texts(url: str, output_file_id: str | None) -> dict[str, str]:
 
 
 def test_a_batch_has_the_answers_of_one_server(fleet: FleetServers) -> None:
-    content = jsonl(grouped_lines(1, num_groups=20, per_group=8, max_tokens=24))
+    # Long enough for both: one that begins a second late would have its lines taken away.
+    content = jsonl(grouped_lines(1, num_groups=20, per_group=8, max_tokens=96))
     answers = []
     for url in (fleet.front.url, fleet.kept.url):
         api = client(url)

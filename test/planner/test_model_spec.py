@@ -526,7 +526,7 @@ def test_tiny_models_have_the_parameters_counted(model_type: str) -> None:
 def test_what_cannot_be_counted_is_refused() -> None:
     config = tiny_config(NOT_COUNTED, **CHECKPOINTS[NOT_COUNTED]).to_dict()
     with pytest.raises(
-        ConfigError, match="hidden_size_per_layer_input.*give ModelSpec"
+        ConfigError, match=r"hidden_size_per_layer_input.*give ModelSpec"
     ):
         ModelSpec.from_hf_config(config)
 

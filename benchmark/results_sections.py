@@ -397,6 +397,7 @@ SECTIONS = (
         [
             ("online", ALL),
             ("online_flex", ALL),
+            ("first_tokens", ALL),
             ("doors_trickle", ALL),
             ("doors_stream", ALL),
             ("doors_fair", ALL),

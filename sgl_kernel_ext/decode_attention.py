@@ -23,7 +23,7 @@ from .host_kernels import (
 # loaded: the KV of a step is larger than a cache, and its slots are nowhere near each other.
 _TILE = 16
 _LOWEST = np.float32(-1e30)
-_LINE = 64  # bytes of one of a cache
+_LINE = 64  # bytes that a cache loads at once
 # Products of a query and a key that another thread is worth: some 100 us of work.
 _PART = 1 << 19
 

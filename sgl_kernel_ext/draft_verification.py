@@ -1,7 +1,8 @@
 """Verification of drafts (``--speculative-algorithm``) in PyTorch, for SGLang on a CPU.
 
-N-grams come from a C++ library that runs anywhere, and draft models are models. The steps after
-a draft need Triton or compiled operators. Each function here has the arguments of the kernel whose place it takes.
+SGLang drafts n-grams with a C++ library that runs anywhere, and the rest with draft models. The
+steps after a draft need Triton or compiled operators. Each function here has the arguments of
+the kernel whose place it takes.
 A step verifies a tree of ``num_drafts`` tokens per request. Node 0 is the request's last
 token, and the children of a node are its first child and that one's siblings.
 """

@@ -76,7 +76,8 @@ def run(
         table: int32 ``[rows, max_pages]``.
         kv_len: int32 or int64 ``[at least num_requests]``, the KV lengths now. A decode
             ends there, a chunk at its planned length.
-        out: ``[at least num_tokens, num_q_heads, v_head_dim]``, written. Rows from num_tokens on are not changed.
+        out: ``[at least num_tokens, num_q_heads, v_head_dim]``, written. Rows from
+            num_tokens on are not changed.
         scale: factor of the logits, positive.
         features: of the layer. The kernel is compiled for the value of the cap.
         lse: float32 ``[at least num_tokens, num_q_heads]``, written, natural log.

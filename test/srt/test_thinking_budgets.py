@@ -116,7 +116,7 @@ def test_a_server_that_keeps_to_none_refuses_it(offline_server: Server) -> None:
 
 def test_the_name_of_another_api_is_refused(keyed_server: Server) -> None:
     """Not ignored, in a call or a line: the model would think without a limit."""
-    said = f"max_thinking_tokens: {protocol.MEANT}"
+    said = f"max_thinking_tokens: {protocol.THINKING_BUDGET_MEANT}"
     wrong = {"max_thinking_tokens": 10}
     bodies = {
         CHAT: LINE,

@@ -54,7 +54,9 @@ class Endpoint:
 
 # A budget of thinking by the name that only SGLang's own API has for it.
 THINKING_BUDGET = "max_thinking_tokens"
-MEANT = "there is no such field. Did you mean 'custom_params.thinking_budget'?"
+THINKING_BUDGET_MEANT = (
+    "there is no such field. Did you mean 'custom_params.thinking_budget'?"
+)
 
 TRANSCRIPTIONS_URL = "/v1/audio/transcriptions"
 

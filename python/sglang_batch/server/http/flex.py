@@ -51,7 +51,7 @@ class FlexCalls:
             return
         body, receive = await with_whole_body(receive)
         if _fields(body, api.THINKING_BUDGET).get(api.THINKING_BUDGET) is not None:
-            said = f"{api.THINKING_BUDGET}: {api.MEANT}"
+            said = f"{api.THINKING_BUDGET}: {api.THINKING_BUDGET_MEANT}"
             error = ApiError(400, said, param=api.THINKING_BUDGET, retry=False)
             await error_at(scope, error)(scope, receive, send)
             return

@@ -1,7 +1,7 @@
 """Attention of a draft model on a CPU, for which SGLang has backends of accelerators only.
 
 A draft model computes several tokens one after the other in one step of the scheduler, as
-``topk`` branches of each request. Their KV lies behind that of the request, branch by branch.
+``topk`` branches of each request. Their KV follows that of the request, branch by branch.
 """
 
 from __future__ import annotations

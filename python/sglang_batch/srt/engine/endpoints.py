@@ -98,7 +98,7 @@ class ServingEndpoints:
             keep((native, None))
             return self._generate(native)
         if body.get(api.THINKING_BUDGET) is not None:
-            raise FieldError(api.THINKING_BUDGET, api.MEANT)
+            raise FieldError(api.THINKING_BUDGET, api.THINKING_BUDGET_MEANT)
         manager = self._managers[0]
         # SGLang's answers repeat the request's name of the model.
         if body.get("model") is None:

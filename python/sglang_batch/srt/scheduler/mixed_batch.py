@@ -89,7 +89,7 @@ class StepsApart:
     ) -> Iterator[None]:
         """SGLang builds a step with so many tokens of prompts meanwhile.
 
-        always: whatever takes longer.
+        always: without decodes, even where a mixed step would take less time.
         """
         scheduler = self._scheduler
         apart = always and scheduler.is_mixed_chunk

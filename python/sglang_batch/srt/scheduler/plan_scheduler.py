@@ -86,7 +86,7 @@ class PlanScheduler(SchedulerPart):
         self._adapters = jobs.adapters
         self._tokens = jobs.tokens
         self._hooks = hooks
-        # Whether this step is one of online prompts only.
+        # Whether the last step with prompts computed online ones only.
         self._online_alone = False
 
     def abort(self, rid: str, *, everything: bool) -> list[Req]:
@@ -293,8 +293,8 @@ class PlanScheduler(SchedulerPart):
         return total
 
     def _leave_to_online(self, online: list[Req]) -> bool:
-        """Whether this step is one of online prompts only, so that their first tokens come
-        sooner. There are not two of these in a row: jobs go on under any load."""
+        """Whether this step computes online prompts only, so that their first tokens come
+        sooner. The next step with prompts includes those of jobs, whatever the load."""
         chunked = self._scheduler.chunked_req
         prompts = online or (chunked is not None and self._registry.is_online(chunked))
         self._online_alone = bool(prompts) and not self._online_alone

@@ -279,7 +279,8 @@ class AttentionPlanner:
         self._kv_bytes = self.kv_dtype.itemsize * (
             head_dim if latent else head_dim + v_head_dim
         )
-        self.token_bytes = self._kv_bytes * num_kv_heads  # of a KV token in one layer
+        # Of a KV token in one layer. All heads of latents are one.
+        self.token_bytes = self._kv_bytes * (1 if latent else num_kv_heads)
         self._part_bytes = 2 * 4 * (v_head_dim + 1)
         self._costs = forest.Costs(
             self.group,

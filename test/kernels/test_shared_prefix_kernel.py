@@ -86,7 +86,10 @@ def test_latents_of_more_heads_than_a_tile_holds() -> None:
     batch = make_batch(**FORESTS["two-groups"], **shape)  # type: ignore[arg-type]
     caches = (each.expand(-1, 2, -1) for each in (batch.k_cache, batch.v_cache))
     batch = replace(batch, **dict(zip(("k_cache", "v_cache"), caches, strict=True)))
-    check_run(batch, make_planner(batch, max_tile=16))
+    planner = make_planner(batch, max_tile=16)
+    check_run(batch, planner)
+    unshared = planner.plan(*batch.planned()).kv_bytes_unshared
+    assert unshared == batch.kv_len.sum() * 48 * 4
     with pytest.raises(ValueError, match=r"pass k_cache\[\.\.\., :32\]"):
         check_run(replace(batch, v_cache=batch.v_cache.clone()), make_planner(batch))
 

@@ -66,7 +66,7 @@ def full_machine() -> Machine:
     limits = dataclasses.replace(
         machine.limits, second_pool=PoolShares(7, 2, 3), max_running=None
     )
-    return Machine(cost, limits)
+    return Machine(cost, limits, machine.cost)
 
 
 def same(one: Any, other: Any) -> bool:

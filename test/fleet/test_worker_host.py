@@ -7,7 +7,7 @@ import json
 from contextlib import suppress
 from typing import Any
 
-import opentelemetry.trace  # noqa: F401 - without it there are no traces
+import opentelemetry.propagate  # noqa: F401 - without it there are no traces
 import pytest
 from builders import make_body, run
 from example_counts import examples

@@ -215,9 +215,7 @@ class FleetEngine(FleetWorkers):
                     return  # it was aborted
                 output = event.output()
                 line.answer.set_result(output)
-                assert worker.machine is not None
-                cost = worker.machine.cost
-                if worker.meter.answered(cost, output.usage, loop_time()):
+                if worker.meter.answered(worker.cost, output.usage, loop_time()):
                     self.measured()
             case LinesJoined():
                 worker.joined(event.job_id, event.numbers)

@@ -63,6 +63,10 @@ class WorkerMeter:
         """It has none: the measurement so far is cut short, and does not count."""
         self._begun = None
 
+    def forget_rate(self) -> None:
+        """It was in seconds of other costs."""
+        self.rate = self._begun = None
+
     def answered(self, cost: CostModel, usage: Usage, now: float) -> bool:
         """Add an answer. Returns whether :attr:`rate` is new. ``cost``: of the worker's
         machine.
@@ -122,6 +126,8 @@ class FleetWorker:
 
     slots: the fleet's numbers of its replicas.
     about, machine: of the last worker that was attached here.
+    by_datasheet: whether it is compared with others by datasheets: one of them has timed no
+        steps yet.
     lines: by request id.
     failures: crashes in a row without an answer in between.
     num_losses: losses of any kind.
@@ -139,6 +145,7 @@ class FleetWorker:
     link: WorkerLink | None = None
     about: About | None = None
     machine: Machine | None = None
+    by_datasheet: bool = False
     lines: dict[str, SentLine] = field(default_factory=dict)
     meter: WorkerMeter = field(default_factory=WorkerMeter)
     failures: int = 0
@@ -153,6 +160,13 @@ class FleetWorker:
     @property
     def name(self) -> str:
         return self.place.name
+
+    @property
+    def cost(self) -> CostModel:
+        """By which it is measured and compared with others."""
+        assert self.machine is not None
+        datasheet = self.machine.datasheet if self.by_datasheet else None
+        return datasheet or self.machine.cost
 
     @property
     def is_live(self) -> bool:
@@ -174,6 +188,12 @@ class FleetWorker:
     def attached(self, link: WorkerLink, about: About, now: float) -> None:
         self.link, self.about, self.attached_at = link, about, now
         self.status, self.reason = WorkerStatus.RUNNING, ""
+
+    def compare(self, by_datasheet: bool) -> None:
+        """Compare it with others so from now on."""
+        if self.by_datasheet != by_datasheet:
+            self.by_datasheet = by_datasheet
+            self.meter.forget_rate()
 
     def release(self, now: float) -> None:
         if self.keeper is not None:
@@ -257,14 +277,14 @@ class WorkerState:
 _NOISE = 0.15
 
 
-def speeds_of(slots: Sequence[FleetWorker], cost: CostModel) -> ShardSpeeds:
+def speeds_of(slots: Sequence[FleetWorker], reference: FleetWorker) -> ShardSpeeds:
     """The speed of each slot: by its worker's costs, and as measured.
 
     A worker that does less of what its costs predict than the others, in the median, is so
-    much slower. ``cost``: of the machine that jobs are planned for.
+    much slower. ``reference``: whose machine jobs are planned for.
     """
-    costs = [w.machine.cost if w.is_live and w.machine else None for w in slots]
-    speeds = ShardSpeeds.of_costs(cost, costs)
+    costs = [w.cost if w.is_live else None for w in slots]
+    speeds = ShardSpeeds.of_costs(reference.cost, costs)
     rates = np.array([w.meter.rate or 0.0 for w in slots])
     known = speeds.there & (rates > 0)
     if not known.any():

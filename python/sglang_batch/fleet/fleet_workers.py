@@ -163,11 +163,13 @@ class FleetWorkers(ABC):
 
     @property
     def reference(self) -> FleetWorker:
-        """The live worker with the least KV, or the last description of one."""
+        """The live worker with the least KV, or the last description of one. Of equals, one
+        that has timed its steps.
+        """
         known = self.live or [w for w in self._all if w.machine is not None]
         if not known:
             raise EngineError("The fleet has no worker yet; await connect() first.")
-        return min(known, key=_kv_capacity)
+        return min(known, key=_preference)
 
     @property
     def machine(self) -> Machine:
@@ -204,7 +206,7 @@ class FleetWorkers(ABC):
 
     @property
     def speeds(self) -> ShardSpeeds:
-        return speeds_of([worker for worker, _ in self.slots], self.machine.cost)
+        return speeds_of([worker for worker, _ in self.slots], self.reference)
 
     def watch(self, on_change: Callable[[], None]) -> None:
         self._on_change.append(on_change)
@@ -346,6 +348,11 @@ class FleetWorkers(ABC):
                     f"{about.model_names[0]}; all engines of a fleet need the same model."
                 )
         worker.attached(link, about, self._clock())
+        # What one has timed and another's datasheet says differ by far more than machines do.
+        machines = [each.machine for each in self.live if each.machine is not None]
+        timed = {each.datasheet is not None for each in machines}
+        for each in self._all:
+            each.compare(by_datasheet=len(timed) > 1)
         while len(worker.slots) < about.num_replicas:
             worker.slots.append(len(self.slots))
             self.slots.append((worker, len(worker.slots) - 1))
@@ -416,6 +423,7 @@ class FleetWorkers(ABC):
         self._notify()
 
 
-def _kv_capacity(worker: FleetWorker) -> int:
+def _preference(worker: FleetWorker) -> tuple[int, bool]:
     assert worker.machine is not None
-    return worker.machine.limits.kv_capacity_tokens
+    machine = worker.machine
+    return machine.limits.kv_capacity_tokens, machine.datasheet is None

@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 
 from ..errors import InputError
-from ..planner.costs.cost_model import ALWAYS_MIXED, HEAD_MEMORY, TOKENS
+from ..planner.costs.cost_model import ALWAYS_MIXED, HEAD_MEMORY, TOKENS, CostModel
 from ..planner.kv_lengths.batch_state import GROUPS, TREE
-from ..planner.machine_model import Machine
+from ..planner.machine_model import EngineLimits, Machine
 from ..scheduling.job_plan import JobPlan
 
 # Most bytes of a plan and of a machine. A plan has about 40 for each request, which is little
@@ -56,7 +56,17 @@ def machine_of(data: bytes) -> Machine:
     large, or no machine that can be.
     """
     machine = _read(data, Machine, MAX_MACHINE_BYTES)
-    table = machine.cost.table
+    _check_numbers([*_values(machine.limits), *machine.limits.second_pool])
+    _check_cost(machine.cost)
+    if machine.datasheet is not None:
+        _check_cost(machine.datasheet)
+    if min(machine.limits.second_pool) < 0:
+        raise InputError("A machine has a number below 0 where there can be none.")
+    return machine
+
+
+def _check_cost(cost: CostModel) -> None:
+    table = cost.table
     if table is not None and not (
         table.ndim == 2
         and table.shape[0] == HEAD_MEMORY + 1
@@ -65,20 +75,24 @@ def machine_of(data: bytes) -> Machine:
         and (np.diff(table[TOKENS]) > 0).all()
     ):
         raise InputError("A machine's table of steps is none.")
-    parts = (machine.limits, machine.cost)
-    values = [getattr(each, field.name) for each in parts for field in fields(each)]
-    for value in (*values, *machine.limits.second_pool, *machine.cost.extras):
+    _check_numbers([*_values(cost), *cost.extras])
+    more = (cost.state_reads, cost.window, cost.window_reads, *cost.extras)
+    if not all(map(math.isfinite, more)):
+        raise InputError("A machine has a cost without end.")
+    if min(more[:3]) < 0:
+        raise InputError("A machine has a number below 0 where there can be none.")
+
+
+def _values(part: EngineLimits | CostModel) -> list[object]:
+    return [getattr(part, field.name) for field in fields(part)]
+
+
+def _check_numbers(values: list[object]) -> None:
+    for value in values:
         if isinstance(value, int) and not -_MOST_INT < value < _MOST_INT:
             raise InputError(f"A machine has the number {value}.")
         if isinstance(value, float) and math.isnan(value):
             raise InputError("A machine has a number that is none (NaN).")
-    cost = machine.cost
-    more = (cost.state_reads, cost.window, cost.window_reads, *cost.extras)
-    if not all(map(math.isfinite, more)):
-        raise InputError("A machine has a cost without end.")
-    if min(more[:3]) < 0 or min(machine.limits.second_pool) < 0:
-        raise InputError("A machine has a number below 0 where there can be none.")
-    return machine
 
 
 def _plain(arrays: list[bytes], value: object) -> object:

@@ -163,10 +163,14 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A model on its hardware: how long work takes, and how much fits."""
+    """A model on its hardware: how long work takes, and how much fits.
+
+    datasheet: costs before any step was timed. None if ``cost`` is of a datasheet itself.
+    """
 
     cost: CostModel
     limits: EngineLimits
+    datasheet: CostModel | None = None
 
 
 def second_pool(

@@ -49,7 +49,7 @@ def machine_of(manager: TokenizerManager, state: SchedulerState) -> Machine:
     state: of any scheduler. All DP ranks have the same KV capacity and attention.
     """
     ours = state[STATE_KEY]
-    cost = datasheet_cost(manager, state)
+    cost, datasheet = datasheet_cost(manager, state), None
     if manager.server_args.offline_config.learn_costs:
         law = kept_law(cost, engine_key(manager, state))
         if law is not None:
@@ -59,7 +59,7 @@ def machine_of(manager: TokenizerManager, state: SchedulerState) -> Machine:
                 law.num_samples,
                 100 * law.noise,
             )
-            cost = law.applied(cost)
+            cost, datasheet = law.applied(cost), cost
     # From the scheduler: SGLang has filled in the arguments that the user left out.
     step_tokens = int(ours["step_tokens"])
     second = ours.get("second_pool")
@@ -76,7 +76,7 @@ def machine_of(manager: TokenizerManager, state: SchedulerState) -> Machine:
         overlapped=bool(ours.get("overlapped", True)),
         second_pool=pool,
     )
-    return Machine(cost, limits)
+    return Machine(cost, limits, datasheet)
 
 
 def datasheet_cost(manager: TokenizerManager, state: SchedulerState) -> CostModel:
@@ -266,7 +266,7 @@ class LearntMachine:
         nothing meanwhile."""
         learns, self._learns = self._learns, False
         cost = datasheet_cost(self._manager, self._state)
-        self.machine = replace(self.machine, cost=cost)
+        self.machine = replace(self.machine, cost=cost, datasheet=None)
         try:
             yield
         finally:

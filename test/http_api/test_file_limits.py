@@ -223,16 +223,36 @@ def test_an_expired_file_is_gone_before_it_is_collected(
         ({"expires_after[anchor]": "created_at"}, "expires_after.seconds"),
         ({"expires_after[seconds]": "\u0663\u0666\u0660\u0660"}, "expires_after.seconds"),
         ({"expires_after[seconds]": ""}, "expires_after.seconds"),
+        ({"expires_after[anchor]": "", "expires_after[seconds]": "3600"}, "expires_after.anchor"),
+        ({"expires_after[second]": "3600"}, "expires_after.seconds"),
+        ({"expires_after": "3600"}, "expires_after"),
+        ({"expires_after": ""}, "expires_after"),
+        ({"expires_after": '{"anchor": "created_at", "seconds": 3600}'}, "expires_after"),
+        ({"expires_after[seconds]": ["3600", "7200"]}, "expires_after[seconds]"),
+        ({"purpose": ["batch", "user_data"]}, "purpose"),
     ],
 )  # fmt: skip
-def test_an_expiry_from_another_anchor_or_of_other_digits_is_refused(
-    bare_server: Server, form: dict[str, str], param: str
+def test_a_form_that_cannot_be_used_is_refused_as_a_whole(
+    bare_server: Server, form: dict[str, Any], param: str
 ) -> None:
+    """An ignored lifetime would be found out when the file has gone, or has not."""
     answer = bare_server.http.post(
         "/v1/files", data={"purpose": "batch", **form}, files={"file": ("a", b"x")}
     )
     assert answer.status_code == 400
-    assert error_of(answer)["param"] == param
+    error = error_of(answer)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+def test_a_form_has_one_file_and_may_have_unknown_fields(bare_server: Server) -> None:
+    """As the keys of a JSON body, unknown ones are ignored."""
+    file, more = ("file", ("a", b"x")), {"purpose": "batch", "colour": "red"}
+    kept = bare_server.http.post("/v1/files", data=more, files=[file])
+    assert (kept.status_code, kept.json()["bytes"]) == (200, 1)
+    answer = bare_server.http.post("/v1/files", data=more, files=[file, file])
+    assert (answer.status_code, error_of(answer)["param"]) == (400, "file")
+    assert left(bare_server) == [kept.json()["id"]]
+    bare_server.http.delete(f"/v1/files/{kept.json()['id']}")
 
 
 def test_a_form_that_is_cut_off_makes_no_file(bare_server: Server) -> None:

@@ -138,16 +138,21 @@ def check_filename(filename: str, purpose: str) -> None:
         raise ApiError(400, "Invalid file format for Batch API. Must be .jsonl")
 
 
-def form_expires_after(fields: dict[str, str]) -> dict[str, Any] | None:
-    """The object that a JSON body would have for a form's lifetime, None without one."""
-    anchor = fields.get("expires_after[anchor]")
-    seconds: Any = fields.get("expires_after[seconds]")
-    if anchor is None and seconds is None:
-        return None
-    if str(seconds).isascii() and str(seconds).isdecimal() and len(seconds) <= 7:
-        seconds = int(seconds)
+def form_expires_after(fields: dict[str, str]) -> Any:
+    """What a JSON body would have for a form's lifetime, None without one."""
+    name = "expires_after"
+    if name in fields:
+        return fields[name]  # a form has its objects key by key
+    given: dict[str, Any] = {
+        key.removeprefix(f"{name}[").removesuffix("]"): value
+        for key, value in fields.items()
+        if key.startswith(f"{name}[")
+    }
+    seconds = given.get("seconds", "")
+    if seconds.isascii() and seconds.isdecimal() and len(seconds) <= 7:
+        given["seconds"] = int(seconds)
     # Optional, because there is only one anchor and forms are written by hand.
-    return {"anchor": anchor or "created_at", "seconds": seconds}
+    return {"anchor": "created_at", **given} if given else None
 
 
 # A name, an IPv4 or an IPv6 address, and a port.
@@ -401,9 +406,13 @@ class Form:
         if filename is None and self.may_be_text and name == self.key:
             filename = b""
         self._field, self._in_file = None, False
+        is_file = filename is not None and name == self.key
+        if name in self._fields or (is_file and self.file is not None):
+            message = f"Duplicate parameter: '{name[:_MAX_PARAM_LEN]}'. Send it once."
+            raise ApiError(400, message, param=name[:_MAX_PARAM_LEN], retry=False)
         if filename is None:
             self._field = self._fields[name] = bytearray()
-        elif name == self.key and self.file is None:
+        elif is_file:
             self.filename = filename.decode(errors="replace")
             self.file = IncomingFile(self.room)
             self._in_file = True

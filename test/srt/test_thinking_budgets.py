@@ -14,7 +14,6 @@ from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 
-from sglang_batch.batch_api import protocol
 from sglang_batch.srt.engine import strict_serving
 from sglang_batch.srt.engine.strict_serving import make_strict
 
@@ -116,19 +115,33 @@ def test_a_server_that_keeps_to_none_refuses_it(offline_server: Server) -> None:
 
 def test_the_name_of_another_api_is_refused(keyed_server: Server) -> None:
     """Not ignored, in a call or a line: the model would think without a limit."""
-    said = f"max_thinking_tokens: {protocol.THINKING_BUDGET_MEANT}"
-    wrong = {"max_thinking_tokens": 10}
     bodies = {
         CHAT: LINE,
+        "/invocations": LINE,
         "/v1/completions": {"prompt": "Why?", "max_tokens": 9},
         "/v1/responses": {"input": "Why?", "max_output_tokens": 9},
+        MESSAGES: {"messages": ASK, "max_tokens": 9},
     }
-    for url, body in bodies.items():
-        status, answer = posted(keyed_server, url, body | wrong)
-        assert (status, answer["error"]["message"]) == (400, said)
-        status, _ = posted(keyed_server, url, body | {"max_thinking_tokens": None})
-        assert status == 200
+    of_openai, of_anthropic = "custom_params.thinking_budget", "thinking.budget_tokens"
     api = client(keyed_server.url, ADMIN)
-    batch = wait(api, submit(api, jsonl([line("a", LINE | wrong)])).id)
-    [failed] = results(api, batch.error_file_id)
-    assert failed["response"]["body"]["error"]["message"] == said
+    for url, body in bodies.items():
+        own, other = of_openai, of_anthropic
+        if url == MESSAGES:
+            own, other = other, own
+        outer, inner = other.split(".")
+        for name, wrong in (
+            ("max_thinking_tokens", {"max_thinking_tokens": 10}),
+            (other, {outer: {inner: 1024}}),
+        ):
+            said = f"{name}: there is no such field. Did you mean {own!r}?"
+            status, answer = posted(keyed_server, url, body | wrong)
+            assert (status, answer["error"]["message"]) == (400, said)
+            if url == "/invocations":
+                continue
+            lines = jsonl([line("a", body | wrong, url=url)])
+            batch = wait(api, submit(api, lines, url).id)
+            [failed] = results(api, batch.error_file_id)
+            assert failed["response"]["body"]["error"]["message"] == said
+        unset = {"max_thinking_tokens": None, "thinking": None, "custom_params": {}}
+        status, _ = posted(keyed_server, url, body | unset)
+        assert status == 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 VALIDATING = "validating"
 FAILED = "failed"
@@ -52,10 +53,11 @@ class Endpoint:
     generates: bool = False
 
 
-# A budget of thinking by the name that only SGLang's own API has for it.
-THINKING_BUDGET = "max_thinking_tokens"
-THINKING_BUDGET_MEANT = (
-    "there is no such field. Did you mean 'custom_params.thinking_budget'?"
+# A budget of thinking, as SGLang's own API, its OpenAI endpoints and Anthropic name it.
+_BUDGETS = (
+    "max_thinking_tokens",
+    "custom_params.thinking_budget",
+    "thinking.budget_tokens",
 )
 
 TRANSCRIPTIONS_URL = "/v1/audio/transcriptions"
@@ -82,6 +84,19 @@ _ALIASES = {
     "/rerank": "/v1/rerank",
     "/v2/rerank": "/v1/rerank",
 }
+
+
+def wrong_budget(url: str, body: dict[str, Any]) -> tuple[str, str] | None:
+    """The name of a budget of thinking that ``url`` would ignore, and what is wrong."""
+    own = _BUDGETS[2 if url == "/v1/messages" else 1]
+    for name in _BUDGETS:
+        outer, _, inner = name.partition(".")
+        value = body.get(outer)
+        if inner:
+            value = value.get(inner) if isinstance(value, dict) else None
+        if value is not None and name != own:
+            return name, f"there is no such field. Did you mean {own!r}?"
+    return None
 
 
 def canonical_url(url: str) -> str:

@@ -21,6 +21,8 @@ from .calls import error_at, path_of, with_whole_body
 
 # OpenAI's endpoints that have the field.
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+# Those that answer beside them. The last one is a chat.
+_OTHER_PATHS = ("/v1/messages", "/invocations")
 # Their share of running requests next to others, how long a call waits, and seconds until
 # the engine is asked again how many lines run.
 SHARE = 0.05
@@ -46,16 +48,19 @@ class FlexCalls:
         self._first_in_line = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope.get("method") != "POST" or path_of(scope) not in PATHS:
+        path = path_of(scope) if scope.get("method") == "POST" else ""
+        if path not in PATHS and path not in _OTHER_PATHS:
             await self._app(scope, receive, send)
             return
         body, receive = await with_whole_body(receive)
-        if _fields(body, api.THINKING_BUDGET).get(api.THINKING_BUDGET) is not None:
-            said = f"{api.THINKING_BUDGET}: {api.THINKING_BUDGET_MEANT}"
-            error = ApiError(400, said, param=api.THINKING_BUDGET, retry=False)
+        if wrong := api.wrong_budget(path, _fields(body, "thinking")):
+            error = ApiError(400, ": ".join(wrong), param=wrong[0], retry=False)
             await error_at(scope, error)(scope, receive, send)
             return
-        if is_flex := _fields(body, "flex").get("service_tier") == "flex":
+        is_flex = (
+            path in PATHS and _fields(body, '"flex"').get("service_tier") == "flex"
+        )
+        if is_flex:
             runner = scope["app"].state.offline_batch_service.runner
             try:
                 async with asyncio.timeout(PATIENCE_S), self._first_in_line:
@@ -90,10 +95,10 @@ class FlexCalls:
         return self._num_flex < max(1, most)
 
 
-def _fields(body: bytes, word: str) -> dict[str, Any]:
-    """The fields of a body that has a string, none of others."""
+def _fields(body: bytes, text: str) -> dict[str, Any]:
+    """The fields of a body with a text in it, none of others."""
     try:
-        fields = msgspec.json.decode(body) if f'"{word}"'.encode() in body else None
+        fields = msgspec.json.decode(body) if text.encode() in body else None
     except (msgspec.DecodeError, RecursionError):
         return {}  # the route says what is wrong
     return fields if isinstance(fields, dict) else {}

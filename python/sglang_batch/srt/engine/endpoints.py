@@ -97,8 +97,8 @@ class ServingEndpoints:
             bodies.check_native(body)
             keep((native, None))
             return self._generate(native)
-        if body.get(api.THINKING_BUDGET) is not None:
-            raise FieldError(api.THINKING_BUDGET, api.THINKING_BUDGET_MEANT)
+        if wrong := api.wrong_budget(url, body):
+            raise FieldError(*wrong)
         manager = self._managers[0]
         # SGLang's answers repeat the request's name of the model.
         if body.get("model") is None:

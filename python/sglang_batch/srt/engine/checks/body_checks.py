@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import BaseModel, ValidationError
 
+from ....batch_api import protocol as api
 from ....batch_api.lines import loads_lenient
-from ....batch_api.protocol import TRANSCRIPTIONS_URL
 from ...compat.server_types import JsonObject
 from ..transcriptions import TranscriptionBody
 from . import value_checks as checks
@@ -59,7 +59,7 @@ def request_classes() -> dict[str, type[BaseModel]]:
         "/v1/score": protocol.ScoringRequest,
         "/v1/rerank": protocol.V1RerankReqInput,
         "/v1/classify": protocol.ClassifyRequest,
-        TRANSCRIPTIONS_URL: TranscriptionBody,
+        api.TRANSCRIPTIONS_URL: TranscriptionBody,
     }
 
 
@@ -187,6 +187,8 @@ def body_errors(
         others = {name: each for name, each in value.items() if name not in _PROMPTS}
         key = (url, compiles, json.dumps(others))
         if not found and _last_sound != [key]:
+            if wrong := api.wrong_budget(url, value):
+                raise FieldError(*wrong)
             _check_names(parsed, value)
             if getattr(parsed, "messages", None) == []:
                 raise FieldError("messages", "there are none")

@@ -221,7 +221,6 @@ OPENAI_NAMES = {
     "min_new_tokens": "min_tokens",
     "top_logprobs_num": "top_logprobs",
     "sampling_seed": "seed",
-    "max_thinking_tokens": "custom_params.thinking_budget",
 }
 # The endpoints' names of such a field in a body.
 _SENT_AS = {

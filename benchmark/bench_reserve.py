@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from report import finish, print_table
+from report import finish, paths_given, print_table
 
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.machine_model import EngineLimits
@@ -60,6 +60,7 @@ def run(lengths: NDArray[np.int32], reserve: float) -> Simulation:
 
 
 def main() -> None:
+    paths_given(__doc__)
     rows = []
     for shape, lengths in shapes().items():
         reserves = {"mean": float(lengths.mean())}

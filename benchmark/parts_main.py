@@ -60,8 +60,9 @@ def run_parts(parts: Parts) -> int:
 def _parse(parts: Parts) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=parts.about)
     parser.add_argument(
-        "parts", nargs="*", choices=[*parts.names, []], help="all by default"
-    )
+        "parts", nargs="*", choices=[*parts.names, []], metavar="PART",
+        help=f"{', '.join(parts.names)}; all by default",
+    )  # fmt: skip
     parser.add_argument("--list", action="store_true", help="print the parts")
     parser.add_argument(
         "--quick", action="store_true", help="small sizes, most of them without targets"

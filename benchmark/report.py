@@ -31,6 +31,20 @@ def add_save(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def paths_given(about: str | None, *names: str) -> list[Path]:
+    """The paths on the command line of a script that takes nothing else.
+
+    about: its text, which ``--help`` prints.
+    """
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name in names:
+        parser.add_argument(name, type=Path)
+    options = parser.parse_args()
+    return [getattr(options, name) for name in names]
+
+
 def _saved_at(name: str) -> Path:
     return Path(name) if name.endswith(".json") else RESULTS / f"{name}.json"
 

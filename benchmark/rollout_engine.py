@@ -13,10 +13,10 @@ import asyncio
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import throughput_probe
+from report import paths_given
 
 from sglang_batch.run.demo_model import SPECIAL_IDS
 
@@ -114,7 +114,7 @@ async def run_stock(engine: Any, step: dict[str, Any]) -> Samples:
 
 
 def main() -> None:
-    scratch = Path(sys.argv[1])
+    [scratch] = paths_given(__doc__, "DIRECTORY")
     task = json.loads((scratch / TASK_FILE).read_text())
     throughput_probe.install(scratch / STEPS_FILE)
     import sglang

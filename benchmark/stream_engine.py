@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import throughput_probe
+from report import paths_given
 
 CHAT = "/v1/chat/completions"
 GROUP = 24
@@ -148,7 +149,7 @@ def _while_rendering(job: Progress, scratch: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    scratch = Path(sys.argv[1])
+    [scratch] = paths_given(__doc__, "DIRECTORY")
     task = json.loads((scratch / TASK_FILE).read_text())
     throughput_probe.install(scratch / STEPS_FILE)
     from sglang_batch.job import live_plan

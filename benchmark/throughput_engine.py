@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import throughput_probe
+from report import paths_given
 from throughput_jobs import ThroughputJob
 from throughput_probe import Steps, read_steps
 
@@ -596,7 +597,7 @@ def wait_for_go(task: Task, scratch: Path, number: int) -> Task:
 
 def main() -> None:
     started = time.perf_counter()
-    scratch = Path(sys.argv[1])
+    [scratch] = paths_given(__doc__, "DIRECTORY")
     task = Task(**json.loads((scratch / TASK_FILE).read_text()))
     hold = (0, 0)
     if task.stop_after is not None:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmark"), str(ROOT / "benchmark" / "kernels")]
 
 from host_figures import VALUE_BYTES, plan_as_on_h200  # noqa: E402
-from report import print_table  # noqa: E402
+from report import paths_given, print_table  # noqa: E402
 from shapes import PERFORMANCE, Shape, all_shapes, lay_out  # noqa: E402
 
 from sgl_kernel_ext.shared_prefix_attention import AttentionPlan, tasks  # noqa: E402
@@ -104,6 +104,7 @@ def all_modelled() -> list[Modelled]:
 
 def main() -> None:
     """Print the table."""
+    paths_given(__doc__)
     print_table(
         f"A model, not measured: an H200 at {BYTES_PER_US / 1e6} TB/s, and at "
         f"{FLOPS_PER_US / 1e6:.0f} TFLOP/s for the floor; us per layer",

@@ -115,6 +115,22 @@ def test_the_models_of_today() -> None:
     assert all(row[1] > 0 for row in random_jobs["rows"])
 
 
+# Each reads the command line, or has a parser that others make.
+READERS = "parse_args", "run_parts(", "paths_given(", "_server_args(", "cli_main("
+SCRIPTS = [
+    path
+    for folder in (BENCHMARKS, BENCHMARKS / "gpu", BENCHMARKS / "kernels")
+    for path in sorted(folder.glob("*.py"))
+    if "\nif __name__ ==" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_no_script_begins_before_its_command_line_is_read(path: Path) -> None:
+    """Asked for help, it neither starts an engine nor ends in a traceback."""
+    assert any(reader in path.read_text() for reader in READERS)
+
+
 @pytest.mark.slow
 def test_parts_and_the_file_to_save(tmp_path: Path) -> None:
     saved = tmp_path / "dense.json"

@@ -508,23 +508,58 @@ def test_kimi_delta_attention_has_a_decay_for_each_channel() -> None:
         ModelSpec.from_hf_config(other)
 
 
-# Its inputs of each layer, and several sizes of heads.
-NOT_COUNTED = "gemma4_text"
+# Gemma 4 without inputs of each layer, as its larger models are.
+PLAIN_GEMMA = {
+    **CHECKPOINTS["gemma4_text"],
+    "hidden_size_per_layer_input": 0,
+    "global_head_dim": 32,
+}
+LARGE_GEMMA = {
+    **PLAIN_GEMMA,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 48,
+}
+COUNTED = [
+    *((name, fields) for name, fields in CHECKPOINTS.items() if name != "gemma4_text"),
+    ("gemma4_text", PLAIN_GEMMA),
+    ("gemma4_text", LARGE_GEMMA),
+]
 
 
-@pytest.mark.parametrize("model_type", sorted(CHECKPOINTS.keys() - {NOT_COUNTED}))
-def test_tiny_models_have_the_parameters_counted(model_type: str) -> None:
-    fields = {"max_position_embeddings": 2048, **CHECKPOINTS[model_type]}
-    model = tiny_model(model_type, **fields)
+@pytest.mark.parametrize(("model_type", "fields"), COUNTED)
+def test_tiny_models_have_the_parameters_counted(
+    model_type: str, fields: dict[str, Any]
+) -> None:
+    model = tiny_model(model_type, **{"max_position_embeddings": 2048, **fields})
     spec = ModelSpec.from_hf_config(model.config.to_dict())
-    # Biases of gpt-oss's experts, sinks, and KV heads that only windows have are not counted.
+    # Biases of gpt-oss's experts and sinks are not counted.
     assert spec.num_params == pytest.approx(model.num_parameters(), rel=0.02)
     if model_type not in ("gpt_oss", "mimo_v2_flash"):
         assert spec.num_params == model.num_parameters()
 
 
+def test_layers_with_windows_have_heads_of_their_own() -> None:
+    config = tiny_config("gemma4_text", **LARGE_GEMMA).to_dict()
+    spec = ModelSpec.from_hf_config(config, kv_dtype="bfloat16")
+    assert (spec.num_layers, spec.hidden) == (2, 4 * 32)
+    assert spec.full_kv_bytes_per_token == 2 * (32 + 32) * 2
+    assert spec.window_kv_bytes_per_token == 2 * 2 * (16 + 16) * 2
+    # As the file of a checkpoint has it.
+    config["per_layer_config"] = {}
+    file = config | {"global_head_dim": 32, "num_global_key_value_heads": 1}
+    assert ModelSpec.from_hf_config(file, kv_dtype="bfloat16") == spec
+    config = tiny_config("mimo_v2_flash", **CHECKPOINTS["mimo_v2_flash"]).to_dict()
+    spec = ModelSpec.from_hf_config(config, kv_dtype="bfloat16")
+    assert spec.full_kv_bytes_per_token == 2 * (24 + 16) * 2
+    assert spec.window_kv_bytes_per_token == 2 * 4 * (24 + 16) * 2
+
+
 def test_what_cannot_be_counted_is_refused() -> None:
-    config = tiny_config(NOT_COUNTED, **CHECKPOINTS[NOT_COUNTED]).to_dict()
+    config = tiny_config("gemma4_text", **CHECKPOINTS["gemma4_text"]).to_dict()
     with pytest.raises(
         ConfigError, match=r"hidden_size_per_layer_input.*give ModelSpec"
     ):

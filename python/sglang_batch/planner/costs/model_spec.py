@@ -24,6 +24,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ...errors import ConfigError
 from .weights import (
@@ -241,7 +242,7 @@ _UNCOUNTED = (
     *("attn_layer_period", "ssm_cfg", "layers_block_type"),
     *("hybrid_override_pattern", "attn_layer_indices"),
     *("num_kv_shared_layers", "index_topk", "hidden_size_per_layer_input"),
-    *("global_head_dim", "is_encoder_decoder"),
+    "is_encoder_decoder",
 )
 # A model has one of these if its recurrent layers can be counted.
 _COUNTED_STATES = (
@@ -370,8 +371,8 @@ def _count(
     kinds = layer_kinds(config, num_layers)
     recurrent = RecurrentLayer.of(config) if RECURRENT in kinds else _NO_STATES
     num_recurrent, num_windows = kinds.count(RECURRENT), kinds.count(WINDOW)
-    num_attention = num_layers - num_recurrent
-    attention = AttentionMatrices.of(config, num_attention, bits)
+    attention = AttentionMatrices.of(_full_attention(config), kinds.count(FULL), bits)
+    windowed = AttentionMatrices.of(_window_attention(config), num_windows, bits)
     window = integer(config, "sliding_window") if num_windows else 0
     feed_forward = FeedForward.of(config, num_layers, bits)
     hidden, vocab = integer(config, "hidden_size"), integer(config, "vocab_size")
@@ -380,9 +381,12 @@ def _count(
     tied = config.get("tie_word_embeddings", family.startswith(("gemma", "cohere")))
     embedding = vocab * hidden * (1 if tied else 2)
     # Before (and after) a layer's two halves.
-    layer_norms = 4 if family.startswith(("gemma2", "gemma3")) else 2
+    layer_norms = 4 if family.startswith(("gemma2", "gemma3", "gemma4")) else 2
+    if config.get("enable_moe_block"):
+        layer_norms = 7
     norms = (layer_norms * num_layers + 1) * hidden
-    mixers = attention.params * num_attention + recurrent.params * num_recurrent
+    mixers = attention.params * kinds.count(FULL) + windowed.params * num_windows
+    mixers += recurrent.params * num_recurrent
     num_params = embedding + norms + mixers + feed_forward.params
     stored_bits = (
         (embedding + norms) * bits.plain
@@ -392,6 +396,7 @@ def _count(
     shape = ModelShape(
         mixers=(
             *attention.matrices,
+            *(windowed.matrices if num_windows else ()),
             *_recurrent_matrices(recurrent, num_recurrent, hidden, bits),
         ),
         feed_forward=feed_forward.matrices,
@@ -406,19 +411,46 @@ def _count(
         num_active_params=num_params - feed_forward.idle_params,
         num_layers=kinds.count(FULL),
         hidden=attention.width,
-        kv_bytes_per_token=attention.kv_values * num_attention * kv_bits / 8,
+        kv_bytes_per_token=(
+            attention.kv_values * kinds.count(FULL) + windowed.kv_values * num_windows
+        )
+        * kv_bits
+        / 8,
         weight_bytes=math.ceil(stored_bits / 8),
         kv_shards=attention.kv_shards,
         in_8_bits=bits.rate_bits == 8,
         state_bytes=recurrent.state_bytes * num_recurrent,
         window=window,
-        window_kv_bytes_per_token=attention.kv_values * num_windows * kv_bits / 8,
+        window_kv_bytes_per_token=windowed.kv_values * num_windows * kv_bits / 8,
         own_window_pool=bool(num_windows) and family.startswith(_OWN_WINDOW_POOL),
         other_flops_per_token=recurrent.flops_per_token * num_recurrent
-        + 4 * window * attention.width * num_windows,
+        + 4 * window * windowed.width * num_windows,
         encoder_flops_per_token=encoder_flops,
         shape=shape,
     )
+
+
+def _full_attention(config: Config) -> Config:
+    """With the heads of layers that read all tokens, of which Gemma 4's are larger and fewer."""
+    own = {"head_dim": config.get("global_head_dim")}
+    if config.get("attention_k_eq_v"):
+        own["num_key_value_heads"] = config.get("num_global_key_value_heads")
+    # How transformers writes the same.
+    layers: Mapping[Any, Config] = config.get("per_layer_config") or {}
+    types = config.get("layer_types") or ()
+    for layer, changes in layers.items():
+        if types[int(layer)] == "full_attention":
+            own |= changes
+    return {**config, **{key: value for key, value in own.items() if value}}
+
+
+_HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
+
+
+def _window_attention(config: Config) -> Config:
+    """With the heads of layers that have a window, of which MiMo-V2 names its own."""
+    own = {key: config[f"swa_{key}"] for key in _HEADS if config.get(f"swa_{key}")}
+    return {**config, **own, "attention_k_eq_v": False}
 
 
 _NO_STATES = RecurrentLayer(0, 0, 0)

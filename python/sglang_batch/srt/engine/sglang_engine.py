@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any, ClassVar, cast
 
 from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.runtime_context import get_memory
 from transformers import PreTrainedTokenizerBase
 
 from ...batch_api.protocol import TRANSCRIPTIONS_URL
@@ -73,7 +74,9 @@ class Prepared:
 
     @property
     def shareable_len(self) -> int | None:
-        return shareable_len(self.adapted)
+        # Of models that attend to the whole text, nothing is cached.
+        unshared = get_memory().disable_radix_cache
+        return 0 if unshared else shareable_len(self.adapted)
 
     @property
     def has_media(self) -> bool:

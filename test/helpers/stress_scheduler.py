@@ -447,6 +447,9 @@ def _shared_with_last(plan: JobPlan) -> Any:
 
 
 def run_stress_scheduler_process(*args: Any, **kwargs: Any) -> None:
+    # With --dp-size, the process that this one comes from has the plugin already.
+    if scheduler_module.Scheduler is offline.OfflineScheduler:
+        scheduler_module.Scheduler = StressScheduler
     # The plugin puts this name in the place of SGLang's scheduler.
     offline.OfflineScheduler = StressScheduler  # type: ignore[misc]
     scheduler_module.run_scheduler_process(*args, **kwargs)

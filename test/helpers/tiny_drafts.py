@@ -13,6 +13,17 @@ ARCHITECTURES = {"EAGLE": "LlamaForCausalLMEagle", "EAGLE3": "LlamaForCausalLMEa
 VOCABULARY = 200
 
 
+def drafts_of(model: Path, algorithm: str, topk: int, width: int) -> list[str]:
+    """Flags for drafts of ``width`` tokens, of a model that runs three steps."""
+    return [
+        "--speculative-num-steps=3",
+        f"--speculative-algorithm={algorithm}",
+        f"--speculative-draft-model-path={model}",
+        f"--speculative-eagle-topk={topk}",
+        f"--speculative-num-draft-tokens={width}",
+    ]
+
+
 def write_draft_model(algorithm: str, path: Path, demo_model: Path) -> Path:
     """A model of one layer that drafts from the hidden states of the demo model."""
     config = json.loads((demo_model / "config.json").read_text())

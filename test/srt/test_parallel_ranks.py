@@ -15,6 +15,7 @@ from forked_children import command
 from free_ports import free_port
 from stress_runs import scenario
 from tiny_checkpoints import ARGUMENTS, write_checkpoint
+from tiny_drafts import drafts_of, write_draft_model
 
 RANKS = "0|1"  # each rank has a core of its own
 WHAT = "shards,random,aborts,between,prompt_logprobs"
@@ -63,6 +64,26 @@ def test_micro_batches_follow_one_plan(demo_model: Path) -> None:
     # Requests that make room are computed again.
     assert found["totals"]["offload_recomputed"] > 0
     assert found["totals"]["resumed"] == 0
+
+
+@pytest.mark.parametrize("algorithm", ["", "EAGLE"])
+def test_replicas_have_a_shard_each(
+    demo_model: Path, tmp_path: Path, algorithm: str
+) -> None:
+    """Also with a draft model, which reads each token with the next one."""
+    drafts: list[str] = []
+    if algorithm:
+        draft = write_draft_model(algorithm, tmp_path / "draft", demo_model)
+        drafts = drafts_of(draft, algorithm, 2, 6)
+    found = jobs(demo_model, "shards,random,aborts", "--dp-size=2", *drafts)
+    shards = found["shards"]
+    assert len(shards["ranks"]) == 2
+    followers = sum(shards["ranks"]) - shards["places"]
+    again = followers if algorithm else 0
+    assert shards["computed"] == shards["least"] + again
+    assert 8 <= shards["places"] <= 11
+    assert found["random"]["lines"] > 50
+    assert found["aborts"]["running"] == [2, 2]
 
 
 def test_a_model_split_over_all_ranks_is_refused(demo_model: Path) -> None:

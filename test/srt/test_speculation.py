@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from stress_runs import KV, scenario
 from tiny_checkpoints import ARGUMENTS, write_checkpoint
-from tiny_drafts import add_next_token_layer, write_draft_model
+from tiny_drafts import add_next_token_layer, drafts_of, write_draft_model
 
 from sglang_batch.run.demo_model import write_demo_model
 
@@ -22,17 +22,6 @@ TREES = "--speculative-ngram-max-bfs-breadth=4"
 ALWAYS = '--offline-batch-config={"learn_costs": false, "draft_requests": 1000}'
 FEW = '--offline-batch-config={"learn_costs": false, "draft_requests": 3}'
 CHAINS = ("--speculative-ngram-max-bfs-breadth=1", "--page-size=16")
-
-
-def drafts_of(model: Path, algorithm: str, topk: int, width: int) -> list[str]:
-    """Flags for drafts of ``width`` tokens, of a model that runs three steps."""
-    return [
-        "--speculative-num-steps=3",
-        f"--speculative-algorithm={algorithm}",
-        f"--speculative-draft-model-path={model}",
-        f"--speculative-eagle-topk={topk}",
-        f"--speculative-num-draft-tokens={width}",
-    ]
 
 
 def test_trees_of_drafts(demo_model: Path) -> None:

@@ -1,13 +1,15 @@
 """A model of the kernel's time from its plans: ``python benchmark/kernels/time_model.py``.
 
 Nothing here is measured. It says what a plan would take on an H200 if its items ran at the rates
-that the planner assumes, in the order of the table, on the places of their binary, and compares
-that with a floor that has the parts in it. Its constants are fits to measured times.
+that the planner assumes, in the order of the table, with as many programs on a multiprocessor as
+fit, and compares that with a floor that has the parts in it. Its constants are fits to measured
+times. That the launches of a graph's branches overlap is assumed.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,13 +71,20 @@ def model(shape: Shape) -> Modelled:
 
 
 def launches_us(plan: AttentionPlan) -> float:
-    """Time of the launches of a plan's tiles, one after another."""
+    """Time of the launches of a plan's tiles, which are branches of a graph.
+
+    Items begin in the order of the table, wide tiles first, where a multiprocessor has room
+    for one program more. A program takes the share of it that its binary leaves to each.
+    """
     settings, config = plan.planner._settings, plan.planner.config
-    table, total, first = plan.task_table, 0.0, 0
-    for tile, count in enumerate(plan.tile_tasks):
-        own = table[first : first + count]
-        first += count
+    whole = math.lcm(*config.tiles.programs)
+    free = np.full(config.num_sms, whole)
+    running: list[tuple[float, int, int]] = []  # end, multiprocessor, share
+    now, ends = 0.0, np.cumsum(plan.tile_tasks)
+    for tile in (2, 1, 0):
+        own = plan.task_table[ends[tile] - plan.tile_tasks[tile] : ends[tile]]
         places = config.num_sms * config.tiles.programs[tile]
+        share = whole // config.tiles.programs[tile]
         span = own[:, tasks.KV_END] - own[:, tasks.KV_BEGIN]
         cost = span * settings[tasks.TOKEN_BYTES + tile]
         cost += (
@@ -83,16 +92,14 @@ def launches_us(plan: AttentionPlan) -> float:
         )
         # Each place has an equal share of the bandwidth, also when others have ended.
         us = np.repeat(ITEM_US + cost * places / BYTES_PER_US, HEADS[1])
-        total += rounds_us(us, places) + (LAUNCH_US if count else 0)
-    return total
-
-
-def rounds_us(us: np.ndarray, places: int) -> float:
-    """When the last item ends, each starting at the first place that is free."""
-    ends = [0.0] * places
-    for each in us.tolist():
-        heapq.heapreplace(ends, ends[0] + each)
-    return max(ends)
+        for each in us.tolist():
+            while free.max() < share:
+                now, sm, ended = heapq.heappop(running)
+                free[sm] += ended
+            sm = int(free.argmax())
+            free[sm] -= share
+            heapq.heappush(running, (now + each, sm, share))
+    return LAUNCH_US + max(end for end, _, _ in running)
 
 
 def all_modelled() -> list[Modelled]:

@@ -290,17 +290,21 @@ class AttentionPlanner:
             self.config.task_bytes,
         )
         self._settings = self._make_settings()
-        # Balanced splits at most double the number of tasks that run at the same time.
-        splits = 2 * int(self._settings[tasks.PLACES : tasks.PLACES + 3].sum())
-        tile_tokens = max_tile // self.group
-        tiles = max_requests + -(-max_tokens // tile_tokens) * 2
-        self.max_tasks = max_tasks or 2 * (tiles + max_nodes) + splits
+        splits = tasks.MAX_ROUNDS * self._settings[tasks.PLACES : tasks.PLACES + 3]
+        tile_tokens = np.minimum(tasks.TILE_ROWS, max_tile) // self.group
+        tiles = max_requests + -(-max_tokens // int(tile_tokens[2])) * 2
+        self.max_tasks = max_tasks or 2 * (tiles + max_nodes) + int(splits.sum())
         check_limit("tasks", self.max_tasks, tasks.MAX_TASKS)
-        max_parts = max_parts or 2 * max_tokens + splits * tile_tokens
+        max_parts = max_parts or 2 * max_tokens + int(splits @ tile_tokens)
         self.workspace = workspace or Workspace.make(
             max_parts, num_q_heads, v_head_dim, self.device
         )
         self.max_parts = self.workspace.o_parts.shape[0]
+        # Of the wide tiles in a graph. Their programs start before those of small ones.
+        self.side_streams = [
+            torch.cuda.Stream(self.device, priority=-1)
+            for _ in range(2 if self.device.type == "cuda" else 0)
+        ]
         self.buffers = PlanBuffers(
             max_requests, max_tokens, max_nodes, self.max_tasks, self.device
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -118,13 +119,22 @@ def attend(
     lse: torch.Tensor | None,
     features: Features = PLAIN,
 ) -> None:
-    """Launch the attention of the plan's tasks, without the merge of their parts."""
+    """Launch the attention of the plan's tasks, without the merge of their parts.
+
+    In a CUDA graph the launches of the tiles are branches that join at the end.
+    """
     planner = plan.planner
     q, k_cache, v_cache, table, kv_len, out = tensors
     buffers, workspace, tiles = planner.buffers, planner.workspace, planner.config.tiles
     # Wide tiles, whose items take longest, come first. All write to places of their own.
-    for tile in (2, 1, 0):
-        if grid[tile]:
+    used = [tile for tile in (2, 1, 0) if grid[tile]]
+    sides: list[torch.cuda.Stream] = []
+    if planner.side_streams and torch.cuda.is_current_stream_capturing():
+        sides = planner.side_streams[: len(used) - 1]
+    for tile, side in itertools.zip_longest(used, sides):
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
             shared_prefix_attention_kernel[(grid[tile],)](
                 buffers.header,
                 buffers.tasks,
@@ -166,6 +176,8 @@ def attend(
                 PRECISION=dot_precision(planner.dtype, planner.device),
                 num_warps=tiles.num_warps[tile],
             )
+    for side in sides:
+        torch.cuda.current_stream().wait_stream(side)
 
 
 def dot_precision(dtype: torch.dtype, device: torch.device) -> str:

@@ -43,7 +43,7 @@ NO_CAUSAL = 1 << 30
 # The task has a suffix of each of its query tokens, which are requests. Its KV_END is
 # KV_BEGIN plus the sum of their planned lengths.
 PACKED = -2
-PACK_TOKENS = 128  # longest suffix that is packed
+PACK_SLACK = 1.125  # what a packed task may cost, as a multiple of a split
 
 TILE_ROWS = (16, 64, 128)
 
@@ -70,6 +70,10 @@ NUM_TAILS = 6  # requests whose end is read on the device
 TILE_TASKS = 7  # for each of the three tiles
 NUM_RESULTS = 10
 
+# Budgets of tasks are tried for which each place gets 1 to this many. More are not worth
+# their starts. The first one is also tried without packing, for suffixes of unequal lengths.
+MAX_ROUNDS = 4
+
 # A split moves at least this many times the bytes of the partial result it adds.
 SPLIT_PAYS = 4
 
@@ -88,18 +92,12 @@ def tile_of(rows: int) -> int:
 @jit
 def tokens_per_tile(tokens: int, settings: np.ndarray) -> int:
     """Query tokens per tile, for the fewest tiles of about equal size."""
+    if tokens == 1:
+        return 1
     fitting = settings[MAX_TILE] // settings[GROUP]
     tiles = (tokens + fitting - 1) // fitting
     count: int = (tokens + tiles - 1) // tiles
     return count
-
-
-@jit
-def span_cost(tokens: int, tiles: int, span: int, settings: np.ndarray) -> int:
-    """Cost of reading a span in ``tiles`` tiles of ``tokens`` query tokens each."""
-    tile = tile_of(tokens * settings[GROUP])
-    cost: int = tiles * span * settings[TOKEN_BYTES + tile]
-    return cost
 
 
 @jit
@@ -189,30 +187,80 @@ def add_tasks(
 
 @jit
 def split_budgets(batch: Batch, layout: Layout, settings: np.ndarray) -> np.ndarray:
-    """What a task of each tile should cost, so that the tile's launch fills its places."""
-    q_len, kv_len, node_end = batch.q_len, batch.kv_len, batch.node_end
-    node_above, node_tokens = layout.node_above, layout.node_tokens
-    request_above = layout.request_above
+    """What a split of each tile and, as the last value, a packed task should cost, so that
+    each launch ends soonest."""
+    kv_len, node_end = batch.kv_len, batch.node_end
+    num_nodes = len(node_end)
+    tile = np.full(num_nodes + len(kv_len), -1)  # of nodes, then of suffixes
+    tiles, cost = np.zeros_like(tile), np.zeros(len(tile))
     totals = np.zeros(3, np.int64)
-    for node in range(len(node_end)):
-        if layout.keep[node]:
-            above = node_above[node]
-            span = node_end[node] - (node_end[above] if above >= 0 else 0)
-            count = tokens_per_tile(node_tokens[node], settings)
-            tiles = (node_tokens[node] + count - 1) // count
-            tile = tile_of(count * settings[GROUP])
-            totals[tile] += span_cost(count, tiles, span, settings)
-    for i in range(len(q_len)):
-        above = request_above[i]
-        begin = node_end[above] if above >= 0 else 0
-        count = tokens_per_tile(q_len[i], settings)
-        tiles = (q_len[i] + count - 1) // count
+    for j in range(len(tile)):
+        i = j - num_nodes
+        if i < 0 and not layout.keep[j]:
+            continue
+        above = layout.node_above[j] if i < 0 else layout.request_above[i]
+        tokens = layout.node_tokens[j] if i < 0 else batch.q_len[i]
+        count = tokens_per_tile(tokens, settings)
+        span = node_end[j] if i < 0 else kv_len[i] - (tokens - count) // 2
+        span -= node_end[above] if above >= 0 else 0
+        tile[j] = tile_of(count * settings[GROUP])
+        tiles[j] = (tokens + count - 1) // count
         # The tiles of a chunk attend to half of the chunk on average.
-        span = kv_len[i] - begin - (q_len[i] - count) // 2
-        tile = tile_of(count * settings[GROUP])
-        totals[tile] += span_cost(count, tiles, span, settings)
-    budgets: np.ndarray = np.maximum(1, totals // settings[PLACES : PLACES + 3])
+        cost[j] = span * settings[TOKEN_BYTES + tile[j]]
+        totals[tile[j]] += tiles[j] * cost[j]
+    budgets = np.ones(4, np.int64)
+    only_decodes = batch.q_len.max() == 1
+    for t in range(3):
+        soonest = np.inf
+        for i in range(MAX_ROUNDS + 1 if totals[t] > 0 else 0):
+            rounds = (i + 1) % (MAX_ROUNDS + 1)  # 0, without packing, comes last
+            budget = totals[t] / (settings[PLACES + t] * max(1, rounds)) + 1
+            packs = only_decodes and rounds > 0 and t == 0
+            pack_budget = PACK_SLACK * budget if packs else 0.0
+            end = launch_end(
+                budget, pack_budget, t, num_nodes, tile, tiles, cost, settings
+            )
+            if end < soonest:
+                soonest, budgets[t] = end, int(budget)
+                budgets[3] = int(pack_budget) if t == 0 else budgets[3]
     return budgets
+
+
+@jit
+def launch_end(
+    budget: float, pack_budget: float, t: int, num_nodes: int,
+    tile: np.ndarray, tiles: np.ndarray, cost: np.ndarray, settings: np.ndarray,
+) -> float:  # fmt: skip
+    """About when the last place of a tile has read its share, if tasks cost the budgets.
+
+    Tasks above half of it take the places in whole rounds, and the others fill the gaps.
+    """
+    places, start = settings[PLACES + t], settings[TASK_BYTES]
+    longest = 1 / (settings[TOKEN_BYTES + t] * settings[MIN_SPLIT])
+    fitting = TILE_ROWS[0] // settings[GROUP]
+    part = TILE_ROWS[t] * settings[PART_BYTES]
+    per_budget = 1 / budget
+    total, wide, wide_total = 0.0, 0.0, 0.0
+    for j in range(len(tile)):
+        if tile[j] != t:
+            continue
+        each, tasks = cost[j], float(tiles[j])
+        splits = int(min(each * per_budget + 0.5, each * longest))
+        if splits > 1:
+            each = each / splits + part
+            tasks *= splits
+        elif j >= num_nodes and 2 * each <= pack_budget:
+            packed = min(fitting, int(pack_budget / each))
+            each *= packed
+            tasks /= packed
+        each += start
+        total += tasks * each
+        if 2 * each > budget:
+            wide += tasks
+            wide_total += tasks * each
+    rounds = np.ceil(wide / places - 0.001)
+    end: float = max(total / places, rounds * wide_total / max(wide, 1.0))
+    return end
 
 
 @jit
@@ -265,9 +313,7 @@ def pack(
     for place in range(at, min(len(gather), at + TILE_ROWS[0] // group)):
         request = gather[place]
         own = batch.kv_len[request] - begin
-        if layout.request_above[request] != above or own > PACK_TOKENS:
-            break
-        if tokens + own > budget:
+        if layout.request_above[request] != above or tokens + own > budget:
             break
         count, tokens = count + 1, tokens + own
     return count, tokens
@@ -290,6 +336,7 @@ def add_suffix_tasks(
     results = table.results
     only_decodes = len(gather) == len(q_len)
     packed = 0  # requests still to come of the last packed task
+    most = budgets[3] // settings[TOKEN_BYTES]
     for k in range(len(q_len)):
         i = gather[k] if only_decodes else k
         above = request_above[i]
@@ -297,8 +344,7 @@ def add_suffix_tasks(
         tail_of = i if q_len[i] == 1 else -1
         count = tokens_per_tile(q_len[i], settings)
         part = parts_up_to[above]
-        if only_decodes and packed == 0 and kv_len[i] - begin <= PACK_TOKENS:
-            most = budgets[0] // settings[TOKEN_BYTES]
+        if only_decodes and packed == 0:
             packed, tokens = pack(k, batch, layout, gather, most, settings[GROUP])
             if packed > 1:
                 add_tasks(
@@ -314,7 +360,8 @@ def add_suffix_tasks(
             position = kv_len[i] - q_len[i] + first
             end = position + here
             results[COST_UNSHARED] += settings[TASK_BYTES]
-            results[COST_UNSHARED] += span_cost(here, 1, end, settings)
+            tile = tile_of(here * settings[GROUP])
+            results[COST_UNSHARED] += end * settings[TOKEN_BYTES + tile]
             if packed > 0:
                 continue
             length = split_length(here, end - begin, budgets, settings)
@@ -360,4 +407,5 @@ def emit_tasks(
         order.sort()
         for i in range(num_tasks):
             index = MAX_TASKS - 1 - (order[num_tasks - 1 - i] & (MAX_TASKS - 1))
-            tasks[i] = table.scratch[index]
+            for field in range(NUM_FIELDS):
+                tasks[i, field] = table.scratch[index, field]

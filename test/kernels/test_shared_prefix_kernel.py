@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +26,7 @@ from sgl_kernel_ext.shared_prefix_attention import (
     AttentionPlan,
     AttentionPlanner,
     Features,
+    launch,
     run,
     shared_prefix_reference,
     try_out,
@@ -145,6 +148,63 @@ def test_one_fixed_grid_serves_batch_after_batch() -> None:
     for name in ("three-levels", "no-forest", "two-groups"):
         batch = make_batch(**FORESTS[name])  # type: ignore[arg-type]
         check_run(batch, planner, grid=planner.fixed_grid)
+
+
+def test_tiles_are_branches_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide tiles have streams of their own, which the merge waits for."""
+    batch = make_batch(**FORESTS["chunks"])  # type: ignore[arg-type]
+    planner = make_planner(batch)
+    plan = planner.plan(*batch.planned())
+    log: list[str] = []
+
+    class Stream(str):
+        def wait_stream(self, other: str) -> None:
+            log.append(f"{self} waits for {other}")
+
+    now = [Stream("main")]
+
+    @contextmanager
+    def stream(side: Stream | None) -> Iterator[None]:
+        now.append(side or now[-1])
+        yield
+        now.pop()
+
+    kernel, merge = launch.shared_prefix_attention_kernel, launch.merge_parts
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            def call(*args: object, **options: object) -> None:
+                log.append(f"tile {options['TILE']} on {now[-1]}")
+                kernel[grid](*args, **options)
+
+            return call
+
+    def merged(*args: object, **options: object) -> None:
+        log.append(f"merge on {now[-1]}")
+        merge(*args, **options)  # type: ignore[arg-type]
+
+    planner.side_streams = [Stream("first"), Stream("second")]  # type: ignore[list-item]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: now[-1])
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(launch, "shared_prefix_attention_kernel", Kernel())
+    monkeypatch.setattr(launch, "merge_parts", merged)
+    assert plan.tile_tasks[1] and plan.tile_tasks[0]
+    check_run(batch, planner, grid=(7, 7, 7))
+    assert log == [
+        "first waits for main",
+        "tile 2 on first",
+        "second waits for main",
+        "tile 1 on second",
+        "tile 0 on main",
+        "main waits for first",
+        "main waits for second",
+        "merge on main",
+    ]
+    log.clear()
+    out, _ = poisoned_outputs(batch, plan)
+    run(plan, *batch.tensors(), out, batch.scale, grid=(7, 0, 0))
+    assert log == ["tile 0 on main", "merge on main"]
 
 
 def test_a_plan_is_reused_while_decodes_grow() -> None:

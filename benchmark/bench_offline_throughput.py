@@ -36,7 +36,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from report import Figure, add_save, finish, print_figures, print_table
+from report import (
+    Figure,
+    add_save,
+    end_engines_at_sigterm,
+    finish,
+    print_figures,
+    print_table,
+)
 from throughput_engine import Run, run_task, run_tasks, task_of
 from throughput_jobs import (
     ThroughputJob,
@@ -333,6 +340,7 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> int:
     options = parse_options()
+    end_engines_at_sigterm()
     figures: list[Figure] = []
     jobs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="sglang-batch-bench-") as scratch:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from report import RESULTS, Figure, finish, print_figures
+from report import RESULTS, Figure, end_engines_at_sigterm, finish, print_figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class Parts:
 def run_parts(parts: Parts) -> int:
     """Run the parts that the command line names. The exit status: 1 if a target is missed."""
     options = _parse(parts)
+    end_engines_at_sigterm()
     if options.list:
         for name in parts.names:
             about = importlib.import_module(f"{parts.package}.{name}").__doc__ or ""

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -29,6 +30,11 @@ def add_save(parser: argparse.ArgumentParser) -> None:
         "--save", type=_saved_at, metavar="NAME",
         help="also write results/NAME.json; a NAME that ends in .json is a path",
     )  # fmt: skip
+
+
+def end_engines_at_sigterm() -> None:
+    """Have SIGTERM end this process as an error does, and with it what it has started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def paths_given(about: str | None, *names: str) -> list[Path]:

@@ -131,6 +131,24 @@ def test_no_script_begins_before_its_command_line_is_read(path: Path) -> None:
     assert any(reader in path.read_text() for reader in READERS)
 
 
+def test_a_benchmark_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
+    code = (
+        "import report, tempfile, time\n"
+        "report.end_engines_at_sigterm()\n"
+        f"with tempfile.TemporaryDirectory(dir={str(tmp_path)!r}):\n"
+        "    print('running', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=BENCHMARKS, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"running\n"
+        process.terminate()
+        assert process.wait(30) == 143
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_parts_and_the_file_to_save(tmp_path: Path) -> None:
     saved = tmp_path / "dense.json"

@@ -246,7 +246,9 @@ def test_a_form_that_cannot_be_used_is_refused_as_a_whole(
 
 def test_a_form_has_one_file_and_may_have_unknown_fields(bare_server: Server) -> None:
     """As the keys of a JSON body, unknown ones are ignored."""
-    file, more = ("file", ("a", b"x")), {"purpose": "batch", "colour": "red"}
+    file = ("file", ("a", b"x"))
+    more: dict[str, Any] = {"purpose": "batch", "colour": "red"}
+    more["shade"] = ["light", "dark"]
     kept = bare_server.http.post("/v1/files", data=more, files=[file])
     assert (kept.status_code, kept.json()["bytes"]) == (200, 1)
     answer = bare_server.http.post("/v1/files", data=more, files=[file, file])

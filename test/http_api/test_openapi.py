@@ -32,7 +32,7 @@ VALID_CASES = 20
 RULES = (
     "Must be .jsonl",
     ".0. Expected ",  # to JSON Schema 5.0 is an integer
-    "Invalid value for 'expires_after.seconds': None",  # with only an anchor
+    "Missing required parameter: 'expires_after.seconds'",  # with only an anchor
     "Invalid value for 'completion_window'",  # of a minute or two, not of 0 s
     "Invalid value for 'metadata'",
     "Upload upload_",  # has no such part

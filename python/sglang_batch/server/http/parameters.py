@@ -314,6 +314,8 @@ async def large_body(request: Request) -> AsyncGenerator[None]:
 # Total size of all that is not the file: fields, names, headers, boundaries.
 MAX_FIELD_BYTES = 256 << 10
 MAX_PARTS = 100
+# Fields of the forms, besides their files.
+_USED_FIELDS = ("purpose", "expires_after", "idempotency_key")
 
 
 @dataclass(eq=False)
@@ -407,7 +409,8 @@ class Form:
             filename = b""
         self._field, self._in_file = None, False
         is_file = filename is not None and name == self.key
-        if name in self._fields or (is_file and self.file is not None):
+        is_used = name.partition("[")[0] in _USED_FIELDS  # others are ignored
+        if (name in self._fields and is_used) or (is_file and self.file is not None):
             message = f"Duplicate parameter: '{name[:_MAX_PARAM_LEN]}'. Send it once."
             raise ApiError(400, message, param=name[:_MAX_PARAM_LEN], retry=False)
         if filename is None:

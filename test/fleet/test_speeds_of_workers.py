@@ -10,6 +10,7 @@ from builders import make_machine
 from fake_engine import FakeEngine
 
 from sglang_batch.fleet.fleet_engine import FleetEngine
+from sglang_batch.fleet.fleet_worker import SentLine
 from sglang_batch.fleet.places import WorkerPort
 from sglang_batch.fleet.worker_host import WorkerHost
 from sglang_batch.planner.machine_model import Machine
@@ -85,6 +86,24 @@ def test_what_was_timed_is_not_compared_with_a_datasheet(
             for name, expected in enumerate(slowness):
                 slot = by_name[str(name)]
                 assert found[:, slot] == pytest.approx(expected)
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+def test_timed_costs_count_again_once_the_others_have_left() -> None:
+    async def run() -> None:
+        engine = await fleet_of(DATASHEET, timed(50.0), timed(100.0))
+        try:
+            untimed, *others = engine
+            assert all(worker.by_datasheet for worker in engine)
+            for number, worker in enumerate(others):
+                worker.lines[f"{number}"] = SentLine("job", number, asyncio.Future())
+            assert not untimed.lines
+            engine.release_idle()
+            assert not any(worker.by_datasheet for worker in engine)
+            assert sorted(engine.speeds.slowness()[0])[:2] == [1.0, 2.0]
         finally:
             await engine.close()
 

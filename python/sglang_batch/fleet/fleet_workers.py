@@ -239,6 +239,11 @@ class FleetWorkers(ABC):
 
     def _notify(self) -> None:
         self._changed.set()
+        # What one has timed and another's datasheet says differ by far more than machines do.
+        machines = [worker.machine for worker in self.live if worker.machine]
+        timed = {machine.datasheet is not None for machine in machines}
+        for worker in self._all:
+            worker.compare(by_datasheet=len(timed) > 1)
         self._told_speeds = self.speeds if self.slots else None
         for on_change in [*self._on_change]:
             on_change()
@@ -348,11 +353,6 @@ class FleetWorkers(ABC):
                     f"{about.model_names[0]}; all engines of a fleet need the same model."
                 )
         worker.attached(link, about, self._clock())
-        # What one has timed and another's datasheet says differ by far more than machines do.
-        machines = [each.machine for each in self.live if each.machine is not None]
-        timed = {each.datasheet is not None for each in machines}
-        for each in self._all:
-            each.compare(by_datasheet=len(timed) > 1)
         while len(worker.slots) < about.num_replicas:
             worker.slots.append(len(self.slots))
             self.slots.append((worker, len(worker.slots) - 1))

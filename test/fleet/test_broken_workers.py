@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 from builders import make_body, make_machine
 from fake_engine import FakeEngine
+from local_workers import LocalPlace
 
 from sglang_batch import __version__
 from sglang_batch.errors import ConfigError
@@ -21,30 +22,11 @@ from sglang_batch.fleet import http_fleet, messages, plan_bytes
 from sglang_batch.fleet.fleet_engine import FleetEngine
 from sglang_batch.fleet.http_fleet import HttpPlace
 from sglang_batch.fleet.messages import About, Exchange, RenderCall, Session
-from sglang_batch.fleet.places import WorkerPort
-from sglang_batch.fleet.worker_host import WorkerHost
 from sglang_batch.job.engine import WORKER_PATH
 from sglang_batch.request import BatchRequestInput, RequestOutput
 
 Answer = Callable[[str, bytes], web.Response | bytes]
 MODEL = tuple(FakeEngine().model_names)
-
-
-class GoodPort(WorkerPort):
-    """A worker in this process."""
-
-    def __init__(self, host: WorkerHost) -> None:
-        self.ask = host.call  # type: ignore[method-assign]
-
-
-class GoodPlace:
-    name = "good"
-
-    async def find(self) -> WorkerPort:
-        return GoodPort(WorkerHost(FakeEngine(), "good", trusts=False))
-
-    async def free(self) -> None:
-        pass
 
 
 @asynccontextmanager
@@ -182,7 +164,7 @@ async def _render(engine: FleetEngine, numbers: range) -> None:
 
 async def _left_out(answer: Answer, *, good_first: bool) -> str:
     async with server(answer) as url:
-        places: list[Any] = [HttpPlace(url), GoodPlace()]
+        places: list[Any] = [HttpPlace(url), LocalPlace("good", FakeEngine())]
         engine = FleetEngine(places[::-1] if good_first else places, epoch=1)
         try:
             async with asyncio.timeout(30):

@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 from builders import make_machine
 from fake_engine import FakeEngine
+from local_workers import LocalPlace
 
 from sglang_batch.fleet.fleet_engine import FleetEngine
 from sglang_batch.fleet.fleet_worker import SentLine
-from sglang_batch.fleet.places import WorkerPort
-from sglang_batch.fleet.worker_host import WorkerHost
 from sglang_batch.planner.machine_model import Machine
 
 DATASHEET = make_machine()
@@ -36,30 +35,14 @@ def timed(slower: float, of: Machine = DATASHEET) -> Machine:
     return replace(times(slower), datasheet=of.cost)
 
 
-class Port(WorkerPort):
-    def __init__(self, host: WorkerHost) -> None:
-        self.ask = host.call  # type: ignore[method-assign]
-
-
-class LocalPlace:
-    """A worker in this process, with this machine."""
-
-    def __init__(self, name: str, machine: Machine) -> None:
-        self.name, self._engine = name, FakeEngine()
-        self._engine.machine = machine
-
-    async def find(self) -> WorkerPort:
-        return Port(WorkerHost(self._engine, self.name, trusts=False))
-
-    async def free(self) -> None:
-        pass
-
-
 async def fleet_of(*machines: Machine) -> FleetEngine:
-    places = [LocalPlace(f"{i}", machine) for i, machine in enumerate(machines)]
-    engine = FleetEngine(places, epoch=1, min_workers=len(places))
-    await engine.connect()
-    return engine
+    engines = [FakeEngine() for _ in machines]
+    for engine, machine in zip(engines, machines, strict=True):
+        engine.machine = machine
+    places = [LocalPlace(f"{i}", engine) for i, engine in enumerate(engines)]
+    fleet = FleetEngine(places, epoch=1, min_workers=len(places))
+    await fleet.connect()
+    return fleet
 
 
 @pytest.mark.parametrize(

@@ -439,10 +439,9 @@ def _full_attention(config: Config) -> Config:
         own["num_key_value_heads"] = config.get("num_global_key_value_heads")
     # How transformers writes the same.
     layers: Mapping[Any, Config] = config.get("per_layer_config") or {}
-    types = config.get("layer_types") or ()
-    for layer, changes in layers.items():
-        if types[int(layer)] == "full_attention":
-            own |= changes
+    for layer, kind in enumerate(config.get("layer_types") or ()):
+        if kind == "full_attention":
+            own |= layers.get(layer) or layers.get(str(layer)) or {}
     return {**config, **{key: value for key, value in own.items() if value}}
 
 

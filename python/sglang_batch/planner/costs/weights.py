@@ -286,9 +286,8 @@ class AttentionMatrices:
             others += q + kv + hidden
         elif config.get("qkv_bias", family.startswith("qwen2")):
             others += q + kv
-        if family.startswith(
-            ("qwen3", "gemma3", "gemma4")
-        ):  # norms of queries and keys
+        # Norms of queries and keys.
+        if family.startswith(("qwen3", "gemma3", "gemma4")):
             others += 2 * head_dim
         stored = (bits.attention, bits.rate_bits)
         return cls(
@@ -357,7 +356,7 @@ class FeedForward:
         sparse = 0
         if experts > 1 and config.get("enable_moe_block", True):
             sparse = sum(_has_experts(config, layer) for layer in range(num_layers))
-        # Gemma 4 has a dense network beside the experts.
+        # Gemma 4 has a dense network in addition to the experts.
         dense = num_layers if family.startswith("gemma4") else num_layers - sparse
         stored = (bits.feed_forward, bits.rate_bits)
         matrices: list[Matrix] = []

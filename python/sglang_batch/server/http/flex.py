@@ -21,7 +21,7 @@ from .calls import error_at, path_of, with_whole_body
 
 # OpenAI's endpoints that have the field.
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-# Those that answer beside them. The last one is a chat.
+# Those that are refused for wrong budgets, too. The last one is a chat.
 _OTHER_PATHS = ("/v1/messages", "/invocations")
 # Their share of running requests next to others, how long a call waits, and seconds until
 # the engine is asked again how many lines run.

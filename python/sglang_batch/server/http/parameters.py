@@ -315,7 +315,7 @@ async def large_body(request: Request) -> AsyncGenerator[None]:
 MAX_FIELD_BYTES = 256 << 10
 MAX_PARTS = 100
 # Fields of the forms, besides their files.
-_USED_FIELDS = ("purpose", "expires_after", "idempotency_key")
+_USED_FIELDS = ("purpose", "expires_after", BODY_KEY)
 
 
 @dataclass(eq=False)

@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numba import prange
 
-from .host_kernels import array, as_float, in_parts, inlined, jit, negative_exp
+from .host_kernels import (
+    array,
+    as_float,
+    in_parts,
+    inlined,
+    jit,
+    negative_exp,
+    parallel,
+)
 
 # Most lanes of a block, and those of the widest vectors.
 LANES, _VECTOR = 128, 16
 # Keys whose logits are computed before the softmax continues.
 _TILE = 64
 _LOWEST = np.float32(-1e30)
-# Products of a query and a key that another thread is worth: some 100 us of work.
-_PART = 1 << 21
+# Products of a query and a key that another thread is worth: some 25 us of work.
+_PART = 1 << 19
 # Indices of vectors are unsigned: numba lets signed ones count from the end.
 _ZERO, _ONE, _TWO, _THREE, _FOUR = (np.uint64(i) for i in range(5))
 _ROW, _ROW2, _ROW3 = (np.uint64(i * LANES) for i in (1, 2, 3))
@@ -179,6 +188,17 @@ def _attend(  # type: ignore[no-untyped-def]
                     out[token, head, d] = sums[d * LANES + lane] / weight[lane]
 
 
+@parallel
+def _attend_parts(  # type: ignore[no-untyped-def]
+    q, k, v, table, rows, blocks, tokens, begin, end, scale, out, lse, cuts
+):
+    for part in prange(len(cuts) - 1):
+        _attend(
+            q, k, v, table, rows, blocks, tokens, begin, end, scale, out, lse,
+            cuts[part], cuts[part + 1],
+        )  # fmt: skip
+
+
 def attend_blocks(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -217,7 +237,7 @@ def attend_blocks(
     )  # fmt: skip
     pairs = np.cumsum((end - begin)[tokens])
     most = int(pairs[-1]) * q[0].numel() // _PART
-    in_parts(_attend, arrays, len(rows), most, pairs[blocks[1:] - 1])
+    in_parts(_attend, _attend_parts, arrays, len(rows), most, pairs[blocks[1:] - 1])
 
 
 def block_size(num_heads: int, num_kv_heads: int) -> int:

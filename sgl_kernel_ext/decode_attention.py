@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numba import prange
 
 from .host_kernels import (
     array,
@@ -16,6 +17,7 @@ from .host_kernels import (
     inlined,
     jit,
     negative_exp,
+    parallel,
     prefetch,
 )  # fmt: skip
 
@@ -24,8 +26,8 @@ from .host_kernels import (
 _TILE = 16
 _LOWEST = np.float32(-1e30)
 _LINE = 64  # bytes that a cache loads at once
-# Products of a query and a key that another thread is worth: some 100 us of work.
-_PART = 1 << 19
+# Products of a query and a key that another thread is worth: some 25 us of work.
+_PART = 1 << 17
 
 
 @inlined
@@ -145,6 +147,17 @@ def _attend(  # type: ignore[no-untyped-def]
                 out[b, head, d] = sums[head, d] / weight[head]
 
 
+@parallel
+def _attend_parts(  # type: ignore[no-untyped-def]
+    q, k, v, table, rows, tokens, begin, end, scale, out, lse, cuts
+):
+    for part in prange(len(cuts) - 1):
+        _attend(
+            q, k, v, table, rows, tokens, begin, end, scale, out, lse,
+            cuts[part], cuts[part + 1],
+        )  # fmt: skip
+
+
 def attend_decodes(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -172,4 +185,4 @@ def attend_decodes(
     )  # fmt: skip
     pairs = np.cumsum((end - begin)[tokens])
     most = int(pairs[-1]) * q[0].numel() // _PART if len(tokens) else 0
-    in_parts(_attend, arrays, len(tokens), most, pairs)
+    in_parts(_attend, _attend_parts, arrays, len(tokens), most, pairs)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import numba
@@ -14,6 +13,8 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba.extending import intrinsic, overload
+
+logger = logging.getLogger(__name__)
 
 # The values of tensors, by dtype, as numba reads them: it has no bfloat16.
 DTYPES = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
@@ -24,6 +25,8 @@ _MATH: dict[str, Any] = {
 }  # fmt: skip
 jit: Callable[..., Any] = numba.njit(cache=True, nogil=True, **_MATH)
 inlined: Callable[..., Any] = numba.njit(cache=True, inline="always", **_MATH)
+# Exceptions are lost within the ``prange`` of these.
+parallel: Callable[..., Any] = numba.njit(cache=True, nogil=True, parallel=True)
 
 
 @inlined
@@ -96,13 +99,25 @@ def array(x: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 @cache
-def threads(number: int) -> ThreadPoolExecutor:
-    """Threads for kernels, which hold no lock of Python."""
-    return ThreadPoolExecutor(number, "cpu-kernels")
+def _most_threads() -> int:
+    """Threads that kernels may have: one where numba finds no OpenMP library."""
+    if numba.config.THREADING_LAYER == "default":
+        # Another layer ends the process if two threads of Python call kernels at a time.
+        numba.config.THREADING_LAYER = "threadsafe"
+    try:
+        numba.set_num_threads(1)
+    except ValueError:
+        logger.warning(
+            "numba finds no OpenMP library: attention and layers run on one thread. "
+            "Install libgomp1 (Debian, Ubuntu) or libgomp (Fedora, RHEL)."
+        )
+        return 1
+    return int(numba.config.NUMBA_NUM_THREADS)
 
 
 def in_parts(
     kernel: Callable[..., None],
+    parts: Callable[..., None],
     given: tuple[Any, ...],
     rows: int,
     most: int,
@@ -112,19 +127,19 @@ def in_parts(
 
     Args:
         kernel: gets the first and the end of its rows after ``given``.
+        parts: calls the kernel for the rows between each two of an array of places, which it
+            gets after ``given``, in threads.
         most: threads that the work is worth.
         done: ``[rows]``, the work up to the end of each row. None if all rows are alike.
     """
     number = min(torch.get_num_threads(), rows, most)
+    if number > 1:
+        number = min(number, _most_threads())
     if number <= 1:
         kernel(*given, 0, rows)
         return
-    inner = [rows * i // number for i in range(1, number)]
+    cuts = np.arange(number + 1) * rows // number
     if done is not None:
-        inner = np.searchsorted(done, done[-1] * np.arange(1, number) / number).tolist()
-    first, *others = pairwise([0, *inner, rows])
-    calls = [threads(number - 1).submit(kernel, *given, *part) for part in others]
-    # This thread takes a part, too: to wake another one takes time.
-    kernel(*given, *first)
-    for call in calls:
-        call.result()
+        cuts[1:-1] = np.searchsorted(done, done[-1] * np.arange(1, number) / number)
+    numba.set_num_threads(number)
+    parts(*given, cuts)

@@ -13,11 +13,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba import prange
 
-from .host_kernels import array, as_float, in_parts, jit, negative_exp, rounded
+from .host_kernels import (
+    array,
+    as_float,
+    in_parts,
+    jit,
+    negative_exp,
+    parallel,
+    rounded,
+)
 
-# Values that another thread is worth: some 50 us of work.
-_PART = 1 << 16
+# Values that another thread is worth: some 10 us of work.
+_PART = 1 << 15
 
 
 @jit
@@ -34,6 +43,12 @@ def _silu_and_mul(x, out, width, first, last):  # type: ignore[no-untyped-def]
             outs[i] = rounded(gate * sigmoid * as_float(ups[i]), out)
 
 
+@parallel
+def _silu_and_mul_parts(x, out, width, cuts):  # type: ignore[no-untyped-def]
+    for part in prange(len(cuts) - 1):
+        _silu_and_mul(x, out, width, cuts[part], cuts[part + 1])
+
+
 @jit
 def _rms_norm(x, weight, epsilon, out, width, first, last):  # type: ignore[no-untyped-def]
     for row in range(first, last):
@@ -45,6 +60,12 @@ def _rms_norm(x, weight, epsilon, out, width, first, last):  # type: ignore[no-u
         scale = np.float32(1) / np.sqrt(squares / np.float32(width) + epsilon)
         for i in range(width):
             outs[i] = rounded(as_float(values[i]) * scale * as_float(weight[i]), out)
+
+
+@parallel
+def _rms_norm_parts(x, weight, epsilon, out, width, cuts):  # type: ignore[no-untyped-def]
+    for part in prange(len(cuts) - 1):
+        _rms_norm(x, weight, epsilon, out, width, cuts[part], cuts[part + 1])
 
 
 @jit
@@ -66,14 +87,20 @@ def _add_rms_norm(  # type: ignore[no-untyped-def]
             values[i] = rounded(sums[i] * scale * as_float(weight[i]), x)
 
 
+@parallel
+def _add_rms_norm_parts(  # type: ignore[no-untyped-def]
+    x, residual, weight, epsilon, width, cuts
+):
+    for part in prange(len(cuts) - 1):
+        _add_rms_norm(x, residual, weight, epsilon, width, cuts[part], cuts[part + 1])
+
+
 @jit
 def _rotate(  # type: ignore[no-untyped-def]
     x, stride, heads, dim, positions, table, halves, first, last
 ):
     half = table.shape[1] // 2
     for row in range(first, last):
-        if not 0 <= positions[row] < len(table):
-            raise IndexError("a position is not in the table of angles")
         cosines, sines = table[positions[row], :half], table[positions[row], half:]
         for begin in range(row * stride, row * stride + heads * dim, dim):
             if halves:
@@ -91,6 +118,22 @@ def _rotate(  # type: ignore[no-untyped-def]
                     x[begin + 2 * i + 1] = rounded(b * cosine + a * sine, x)
 
 
+@parallel
+def _rotate_parts(  # type: ignore[no-untyped-def]
+    x, stride, heads, dim, positions, table, halves, cuts
+):
+    for part in prange(len(cuts) - 1):
+        _rotate(
+            x, stride, heads, dim, positions, table, halves,
+            cuts[part], cuts[part + 1],
+        )  # fmt: skip
+
+
+@jit
+def _are_within(positions, size):  # type: ignore[no-untyped-def]
+    return positions.min() >= 0 and positions.max() < size
+
+
 def _values(x: torch.Tensor) -> np.ndarray[Any, Any]:
     """All values of a contiguous tensor, one after the other, as numba reads them."""
     return array(x).reshape(-1)
@@ -102,7 +145,11 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     out = x.new_empty((*x.shape[:-1], width))
     rows = out.numel() // max(1, width)
     in_parts(
-        _silu_and_mul, (_values(x), _values(out), width), rows, out.numel() // _PART
+        _silu_and_mul,
+        _silu_and_mul_parts,
+        (_values(x), _values(out), width),
+        rows,
+        out.numel() // _PART,
     )
     return out
 
@@ -112,7 +159,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     width = x.shape[-1]
     out = torch.empty_like(x)
     given = (_values(x), _values(weight), np.float32(epsilon), _values(out), width)
-    in_parts(_rms_norm, given, x.numel() // max(1, width), x.numel() // _PART)
+    in_parts(
+        _rms_norm,
+        _rms_norm_parts,
+        given,
+        x.numel() // max(1, width),
+        x.numel() // _PART,
+    )
     return out
 
 
@@ -125,7 +178,13 @@ def add_rms_norm_(
     """
     width = x.shape[-1]
     given = (_values(x), _values(residual), _values(weight), np.float32(epsilon), width)
-    in_parts(_add_rms_norm, given, x.numel() // max(1, width), x.numel() // _PART)
+    in_parts(
+        _add_rms_norm,
+        _add_rms_norm_parts,
+        given,
+        x.numel() // max(1, width),
+        x.numel() // _PART,
+    )
 
 
 def rotate_(
@@ -148,9 +207,11 @@ def rotate_(
     n, width = x.shape
     if not n:
         return
+    if not _are_within(positions.numpy(), len(table)):
+        raise IndexError("a position is not in the table of angles")
     stride = x.stride(0)
     flat = x.as_strided(((n - 1) * stride + width,), (1,))
     given = (
         _values(flat), stride, width // dim, dim, positions.numpy(), array(table), halves,
     )  # fmt: skip
-    in_parts(_rotate, given, n, x.numel() // _PART)
+    in_parts(_rotate, _rotate_parts, given, n, x.numel() // _PART)

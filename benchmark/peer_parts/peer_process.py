@@ -206,9 +206,10 @@ def main() -> None:
     os.dup2(2, 1)
     setup = json.loads(sys.argv[1])
     with KINDS[setup["kind"]](setup) as (answer, empty_cache):
+        # As large as a step of the jobs: the first one waits for its memory.
         warm_up = {
-            "prompts": [[5] * 24, [6] * 24],
-            "max_tokens": [4, 4],
+            "prompts": [[5 + i] * 512 for i in range(16)],
+            "max_tokens": [16] * 16,
             "schema": None,
         }
         answer(warm_up)

@@ -13,6 +13,7 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
 
+from sgl_kernel_ext import host_kernels
 from sgl_kernel_ext import token_layers as kernels
 from sglang_batch.srt.cpu import token_layers
 
@@ -74,6 +75,25 @@ def test_silu_and_mul(rows: int, dtype: torch.dtype) -> None:
     assert torch.equal(x, kept)
     views = random(rows, 4 * 321, dtype=dtype)[:, : 2 * 321]  # left to PyTorch
     assert_close(ours(layer)(views), layer.forward_native(views))
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_machine_without_openmp_runs_kernels_on_one_thread(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(number: int) -> None:
+        raise ValueError("No threading layer could be loaded.")
+
+    monkeypatch.setattr(host_kernels.numba, "set_num_threads", refuse)
+    host_kernels._most_threads.cache_clear()
+    try:
+        x = random(700, 2 * 321, dtype=torch.float32)
+        for _ in range(2):
+            assert_close(ours(SiluAndMul())(x), SiluAndMul().forward_native(x))
+        said = "Install libgomp1"
+        assert caplog.text.count(said) == (torch.get_num_threads() > 1)
+    finally:
+        host_kernels._most_threads.cache_clear()
 
 
 def test_silu_of_values_at_the_ends() -> None:
@@ -141,9 +161,10 @@ def test_rotary_embedding_of_parts_of_wider_rows(
         assert torch.equal(v, kept[:, -2 * 64 :])
 
 
+@pytest.mark.usefixtures("threads")
 def test_a_position_outside_of_the_table_is_an_error() -> None:
     layer = RotaryEmbedding(64, 64, 512, 10_000, True, torch.float32)
     for wrong in (-1, 512):
-        q, k = (random(2, 64, dtype=torch.float32) for _ in range(2))
+        q, k = (random(400, 64, dtype=torch.float32) for _ in range(2))
         with pytest.raises(IndexError):
-            ours(layer)(torch.tensor([3, wrong]), q, k)
+            ours(layer)(torch.tensor([*[3] * 399, wrong]), q, k)

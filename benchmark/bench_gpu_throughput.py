@@ -7,9 +7,9 @@
     python benchmark/bench_gpu_throughput.py --write DIR       jobs and model, for ``plan``
 
 The model has the shape of Llama 3.1 8B and random weights, in bf16: the time of a step
-depends on shapes alone. All engines have the same KV cache and limit of running requests,
-are on the GPU at the same time, and run each job one after another, in an empty
-cache, while the others sleep. With ``--alone`` one engine after another has the GPU for
+depends on shapes alone. All engines have the same KV cache, limit of running requests and
+CUDA graphs, are on the GPU at the same time, and run each job one after another, in an
+empty cache, while the others sleep. With ``--alone`` one engine after another has the GPU for
 itself and runs all jobs. Requests are shuffled, decoding is greedy, lengths are fixed.
 
 A policy of SGLang: SGLang with it and the attention that it chooses for the machine.
@@ -171,7 +171,9 @@ def arguments_of(options: argparse.Namespace, model: Path) -> list[str]:
         arguments.append(f"--max-total-tokens={options.kv_tokens}")
     if options.quick:
         return [*arguments, "--dtype=float32", "--mem-fraction-static=0.3"]
-    return [*arguments, "--dtype=bfloat16", "--load-format=dummy"]
+    # By default SGLang has graphs for 256 rows on one H200, and ours for all that may run.
+    rows = f"--cuda-graph-max-bs-decode={options.max_running}"
+    return [*arguments, "--dtype=bfloat16", "--load-format=dummy", rows]
 
 
 def print_job(job: ThroughputJob, runs: dict[str, list[Run]]) -> list[Figure]:

@@ -41,12 +41,20 @@ from typing import IO, Any, cast
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = Path(__file__).with_name("bare_machine.txt")
 MANIFEST = "parts.json"
-PART_BYTES = 60 << 20
+# A part and a checkout together fit an upload of 64 MiB.
+PART_BYTES = 50 << 20
 LARGE = 20_000_000
 """Packages of more bytes are printed: leaving one out may save parts."""
 # sglang-kernel needs symbols that only the pinned PyTorch has, and torchvision its own
 # PyTorch. Tiles are tuned for the pinned Triton.
 REPLACED = ("torch", "torchvision", "triton")
+# SGLang runs the commands of the list without these, which would be a third of all parts, and
+# compiles kernels of FlashInfer for minutes where it finds that.
+UNUSED = (
+    "deepseek-recipe", "flash-attn-4", "flashinfer-python", "nvidia-cuda-cccl",
+    "nvidia-cuda-nvcc", "nvidia-cutlass-dsl", "nvidia-mathdx", "nvshmem4py-cu13",
+    "quack-kernels", "sgl-deep-ep", "sgl-flash-mla", "tilelang", "torchcodec",
+)  # fmt: skip
 # Files that no command of the list opens: kernels of other GPUs and of unused methods.
 LEFT_OUT = (
     "sgl_kernel/sm100/*",
@@ -120,9 +128,14 @@ def own_requirements() -> list[str]:
     return [re.split(r"[^\w.-]", each)[0] for each in project["dependencies"]]
 
 
-def needed(roots: Iterable[str], machine: Machine) -> list[str]:
+def needed(
+    roots: Iterable[str], machine: Machine, without: Iterable[str] = ()
+) -> list[str]:
     """Packages that ``roots`` require on that machine, themselves included, by the
-    metadata of this environment. Extras count where a requirement names them."""
+    metadata of this environment. Extras count where a requirement names them.
+
+    without: packages that stay, and so do those that nothing else requires.
+    """
     from packaging.requirements import Requirement
 
     environment = {
@@ -132,11 +145,12 @@ def needed(roots: Iterable[str], machine: Machine) -> list[str]:
         "platform_system": "Linux",
         "platform_machine": "x86_64",
     }
+    stays = {*map(_normal, without)}
     seen: set[tuple[str, str]] = set()
     todo = [(_normal(root), "") for root in roots]
     while todo:
         name, extra = todo.pop()
-        if (name, extra) in seen:
+        if (name, extra) in seen or name in stays:
             continue
         seen.add((name, extra))
         try:
@@ -163,13 +177,13 @@ def missing(
 
     constraints: pinned versions by name. What they do not name is no part of an install.
     replace: packages that travel also where the machine has another version.
-    without: packages that stay in any case.
+    without: see :func:`needed`.
     """
-    stays, renewed = set(map(_normal, without)), set(map(_normal, replace))
+    renewed = set(map(_normal, replace))
     found = []
-    for name in needed(roots, machine):
+    for name in needed(roots, machine, without):
         pinned, there = constraints.get(name), machine.packages.get(name)
-        if pinned is None or name in stays:
+        if pinned is None:
             continue
         if there is None or (name in renewed and there != pinned):
             found.append(f"{name}=={pinned}")
@@ -417,8 +431,10 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
         help="packages whose pinned version is wanted (default: torch torchvision triton)",
     )  # fmt: skip
     packing.add_argument(
-        "--without", nargs="*", default=[], metavar="NAME", help="packages to leave out"
-    )
+        "--without", nargs="*", default=list(UNUSED), metavar="NAME",
+        help="packages to leave out, with what only they require (default: "
+        f"{' '.join(UNUSED)})",
+    )  # fmt: skip
     packing.add_argument(
         "--wheels", type=Path, metavar="DIR", help="keep the wheels here, and take those there"
     )  # fmt: skip

@@ -12,6 +12,8 @@ HERE = Path(__file__).resolve().parent
 BENCHMARK, ROOT = HERE.parent, HERE.parents[1]
 COMMANDS = HERE / "commands.toml"
 SCRATCH = "scratch"
+# What a benchmark needs to end after the time that it is given.
+TO_END_MINUTES = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +25,22 @@ class Command:
     minutes: float
     run: list[list[str]]
     needs: tuple[str, ...] = ()
+    least: float = 0
 
-    def lines(self, save: Path) -> Iterator[list[str]]:
-        """The command lines, with the folders in place of their names."""
+    def minutes_of(self, left: float) -> float:
+        """How long it may run if so many minutes are left, 0 if it may not start."""
+        given = min(self.minutes, left)
+        return given if given >= (self.least or self.minutes) else 0
+
+    def lines(self, save: Path, minutes: float) -> Iterator[list[str]]:
+        """The command lines, with folders and times in place of their names."""
         scratch = save / SCRATCH
-        places = {"save": save, "scratch": scratch, "model": scratch / "model"}
+        places = {
+            "save": save,
+            "scratch": scratch,
+            "model": scratch / "model",
+            "minutes": f"{minutes - TO_END_MINUTES:.1f}",
+        }
         for line in self.run:
             yield [
                 re.sub(r"\{(\w+)\}", lambda found: str(places[found[1]]), word)

@@ -35,7 +35,7 @@ def check(command: Command, save: Path) -> str:
             f"it has {command.minutes} minutes, not less than {MOST_MINUTES}"
         )
     said = io.StringIO()
-    for line in command.lines(save):
+    for line in command.lines(save, command.minutes):
         words = list(line)
         if words[0] in WRAPPERS:
             words = words[words.index("python") :]

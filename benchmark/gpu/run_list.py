@@ -4,9 +4,9 @@
     python benchmark/gpu/run_list.py --dry-run                      on any machine
     python benchmark/gpu/run_list.py --save DIR --minutes 9         on the GPU's
 
-A command starts if its minutes are left, and is ended when they are over. One that fails
-does not keep the next from running. What a command prints goes to ``DIR/NAME.log`` as it
-comes, and its state to ``DIR/status.jsonl``. The same call again goes on where the last one
+A command starts if its minutes are left, or the least that it can use, and is ended when
+they are over. One that fails does not keep the next from running. What a command prints goes
+to ``DIR/NAME.log`` as it comes, and its state to ``DIR/status.jsonl``. The same call again goes on where the last one
 was ended: commands that are done, or failed, do not run again unless ``--only`` names them.
 
 Packages that ``carry.py unpack`` has put into a folder are found with ``--site``. ``--bundle
@@ -40,6 +40,21 @@ from dry_run import dry_run
 STATUS = "status.jsonl"
 FINAL = ("done", "failed", "ended")
 ENDED_WITHIN_S = 15
+# What is imported of packages that a list of versions says little of.
+IMPORTED = {"sglang": ("sgl_kernel.flash_attn", "sglang.srt.managers.scheduler")}
+CHECK = """
+import sys
+from importlib import import_module, metadata
+name, _, pinned = sys.argv[1].partition("==")
+try:
+    found = metadata.version(name).partition("+")[0]
+except metadata.PackageNotFoundError:
+    found = ""
+if found != pinned:
+    sys.exit(1)
+for name in sys.argv[2:]:
+    import_module(name)
+"""
 
 
 # Run ----------------------------------------------------------------------------------
@@ -53,6 +68,7 @@ class Runner:
 
     def __init__(self, save: Path, site: Path | None, bundle: Path | None) -> None:
         self._save, self._bundle = save.resolve(), bundle
+        self._found: dict[str, str] = {}  # what is wrong with packages
         scratch = self._save / SCRATCH
         scratch.mkdir(parents=True, exist_ok=True)
         write_plugin(scratch / "plugin")
@@ -78,27 +94,30 @@ class Runner:
         """Run those that fit into the time, in order."""
         end = time.monotonic() + 60 * minutes
         for command in commands:
+            for name in {*command.needs} - self._found.keys():
+                self._found[name] = self._lacking(name)
+            lacking = [*filter(None, (self._found[name] for name in command.needs))]
+            if lacking:
+                print(f"{command.name}: left out, it needs {', '.join(lacking)}")
+                continue
             left = (end - time.monotonic()) / 60
-            if command.minutes > left:
+            given = command.minutes_of(left)
+            if not given:
                 print(
                     f"{command.name}: later, {left:.1f} of {command.minutes} minutes left"
                 )
                 continue
-            lacking = self._lacking(command.needs)
-            if lacking:
-                print(f"{command.name}: left out, it needs {', '.join(lacking)}")
-                continue
             self._note(command.name, "started")
             began = time.monotonic()
-            state = self._run(command)
+            state = self._run(command, given)
             self._note(command.name, state, seconds=round(time.monotonic() - began, 1))
             self._write_bundle()
 
-    def _run(self, command: Command) -> str:
+    def _run(self, command: Command, minutes: float) -> str:
         """``done``, ``failed``, or ``ended`` for one that took all of its time."""
-        end = time.monotonic() + 60 * command.minutes
+        end = time.monotonic() + 60 * minutes
         with (self._save / f"{command.name}.log").open("ab") as log:
-            for line in command.lines(self._save):
+            for line in command.lines(self._save, minutes):
                 log.write(f"$ {shlex.join(line)}\n".encode())
                 log.flush()
                 if str(self._model) in " ".join(line):
@@ -135,26 +154,19 @@ class Runner:
                 check=False,
             )
 
-    def _lacking(self, needs: Sequence[str]) -> list[str]:
-        """``NAME==VERSION`` of those that are not there in the pinned version."""
-        code = (
-            "import sys\nfrom importlib.metadata import PackageNotFoundError, version\n"
-            "for pin in sys.argv[1:]:\n"
-            "    name, _, pinned = pin.partition('==')\n"
-            "    try: found = version(name).partition('+')[0]\n"
-            "    except PackageNotFoundError: found = ''\n"
-            "    if found != pinned: print(pin)"
-        )
-        pinned = pinned_versions()
-        pins = [f"{name}=={pinned.get(name, 'any')}" for name in needs]
+    def _lacking(self, name: str) -> str:
+        """What is wrong with a package, if it is not there in the pinned version or cannot be
+        imported. Else every command that needs it would fail, in a minute each."""
+        pin = f"{name}=={pinned_versions().get(name, 'any')}"
         done = subprocess.run(
-            [sys.executable, "-c", code, *pins],
+            [sys.executable, "-c", CHECK, pin, *IMPORTED.get(name, ())],
             env=self._environment,
             capture_output=True,
             text=True,
-            check=True,
+            check=False,
         )
-        return done.stdout.split()
+        said = [pin, *done.stderr.strip().splitlines()]
+        return said[-1] if done.returncode else ""
 
     def _note(self, name: str, state: str, **more: Any) -> None:
         entry = {"name": name, "state": state, **more}

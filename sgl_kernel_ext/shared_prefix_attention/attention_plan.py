@@ -113,13 +113,9 @@ class PlanBuffers:
         self.header, self.part_indptr, self.gather, self.rows, self.tasks = parts
         self.num_tokens = self.header[HEADER_TOKENS : HEADER_TOKENS + 1]
 
-        def ints(size: int) -> np.ndarray:
-            return np.zeros(size, np.int32)
-
+        sizes = [max_nodes] * 4 + [max_requests] * 2
         self.layout = forest.Layout(
-            np.zeros(max_nodes, np.bool_),
-            *(ints(max_nodes) for _ in range(4)),
-            *(ints(max_requests) for _ in range(2)),
+            np.zeros(max_nodes, np.bool_), *(np.zeros(size, np.int32) for size in sizes)
         )
         self.scratch = np.zeros((max_tasks, NUM_FIELDS), np.int32)
         self.keys = np.zeros(max_tasks, np.int64)

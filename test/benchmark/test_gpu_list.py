@@ -108,17 +108,23 @@ def test_the_list_goes_on_after_failures_and_another_call(tmp_path: Path) -> Non
         return ["python", "-c", code]
 
     def command(
-        name: str, *lines: list[str], minutes: float = 0.5, needs: str = ""
+        name: str,
+        *lines: list[str],
+        minutes: float = 0.5,
+        needs: str = "",
+        least: float = 0,
     ) -> Command:
-        return Command(name, "", minutes, list(lines), tuple(needs.split()))
+        return Command(name, "", minutes, list(lines), tuple(needs.split()), least)
 
     count = "open(r'{save}/count', 'a').write('x')"
+    given = "open(r'{save}/given', 'w').write('{minutes}')"
     commands = [
         command("bad", python("import sys; print('lost', flush=True); sys.exit(3)")),
         command("no tool", ["no-such-tool"]),
         command("slow", python("import time; time.sleep(60)"), minutes=0.02),
         command("lacking", python(count), needs="sglang-kernel-of-mars pytest"),
         command("large", python(count), minutes=8),
+        command("shorter", python(given), minutes=8, least=1.5),
         command("good", python(count), python(count), needs="pytest"),
     ]
     save, bundle = tmp_path / "save", tmp_path / "all.tar.gz"
@@ -129,8 +135,11 @@ def test_the_list_goes_on_after_failures_and_another_call(tmp_path: Path) -> Non
         "bad": "failed",
         "no tool": "failed",
         "slow": "ended",
+        "shorter": "done",
         "good": "done",
     }
+    # It has less than its minutes, and a minute of them to end in.
+    assert 0.5 <= float((save / "given").read_text()) <= 1
     assert "lost" in (save / "bad.log").read_text()
     assert (save / "count").read_text() == "xx"
     with tarfile.open(bundle) as archive:
@@ -144,6 +153,22 @@ def test_the_list_goes_on_after_failures_and_another_call(tmp_path: Path) -> Non
     )
     assert again.states()["large"] == "done"
     assert (save / "count").read_text() == "xxx"
+
+
+@pytest.mark.slow
+def test_packages_that_cannot_be_imported_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import run_list
+    from command_list import Command
+
+    monkeypatch.setitem(run_list.IMPORTED, "pytest", ("xml", "no_such_module"))
+    line = ["python", "-c", "open(r'{save}/ran', 'w')"]
+    command = Command("one", "", 1, [line], ("pytest",))
+    run_list.Runner(tmp_path, None, None).run([command], 2)
+    assert "one: left out" in (said := capsys.readouterr().out)
+    assert "No module named 'no_such_module'" in said
+    assert not (tmp_path / "ran").exists()
 
 
 def test_sglang_finds_the_plugin_of_a_checkout(tmp_path: Path) -> None:
@@ -217,6 +242,19 @@ def test_parts_become_a_folder_of_packages(tmp_path: Path) -> None:
     assert done.stdout == "42\n"
 
 
+def test_a_part_and_a_checkout_are_one_upload() -> None:
+    import carry
+
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=BENCHMARK.parent, capture_output=True, text=True
+    )
+    if listed.returncode:
+        pytest.skip("no checkout of git")
+    files = (BENCHMARK.parent / name for name in listed.stdout.split("\0") if name)
+    size = sum(file.stat().st_size for file in files if file.exists())
+    assert size + carry.PART_BYTES <= 64 << 20
+
+
 def test_damaged_and_missing_parts_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,6 +295,9 @@ def test_only_what_the_machine_lacks_is_carried(tmp_path: Path) -> None:
         ["pytest"], pins, machine, replace=["pluggy"], without=["iniconfig"]
     )
     assert found == ["pluggy==1.7.0", "pytest==9.2.0"]
+    # What only a package requires that stays, stays too.
+    found = carry.missing(["hypothesis", "pytest"], pins, machine, without=["pytest"])
+    assert found == []
     assert carry.Machine.read(carry.MACHINE).packages["torch"] == "2.11.0"
     (tmp_path / "here.txt").write_text(carry.probe())
     assert "pytest" in carry.Machine.read(tmp_path / "here.txt").packages

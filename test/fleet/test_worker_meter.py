@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from builders import make_machine
 
-from sglang_batch.fleet.fleet_worker import WorkerMeter
+from sglang_batch.fleet.fleet_worker import FleetWorker, WorkerMeter
 from sglang_batch.request import Usage
 
 USAGE = Usage(input_tokens=90, cached_tokens=50, output_tokens=10)
@@ -43,3 +46,12 @@ def test_a_measurement_that_was_cut_short_does_not_count() -> None:
     assert answers(meter, 64, begin_s=100.0, seconds=10.0)
     assert meter.tokens_per_s == pytest.approx(640.0)
     assert meter.num_answers == 114
+
+
+def test_each_replica_of_a_worker_has_seconds_of_its_own() -> None:
+    nothing: Any = SimpleNamespace(num_replicas=2)
+    worker = FleetWorker(nothing)
+    worker.attached(nothing, nothing, now=10.0)
+    assert worker.seconds(13.0) == 6.0
+    worker.release(14.0)
+    assert worker.seconds(99.0) == 8.0

@@ -121,7 +121,7 @@ def test_several_engines_are_listed(tmp_path: Path) -> None:
         "http://c: 0 requests, 0 tokens/s, cached 0.0%; lost 1 time: " + gone,
         "http://d: 0 requests, 0 tokens/s, cached 0.0%; starting again, lost 2 times: "
         + gone,
-        "http://e: 1 requests, 55 tokens/s, cached 0.0%; released after 2 s",
+        "http://e: 1 requests, 55 tokens/s, cached 0.0%; released after 2 engine seconds",
     ]
     engines = json.loads(summary.as_json())["engines"]
     assert [engine["tokens_per_second"] for engine in engines] == [
@@ -258,5 +258,7 @@ def test_the_tail_the_cost_and_what_was_given_up_are_told(tmp_path: Path) -> Non
         "tail 1.2 engine seconds less than half full, for 2 requests, the last of them z"
     ) in shown
     assert "requests given up 2, as enough have an answer" in shown
+    both = Summary.of_log(log, before, seconds=9.0, price=4.0, replicas=2)
+    assert (both.seconds, both.engine_s, both.dollars) == (9.0, 18.0, 0.02)
     plain = Summary.of_log(log, before, seconds=9.0)
     assert plain.dollars is None and "tail" not in plain.as_table()

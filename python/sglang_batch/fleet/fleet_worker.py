@@ -135,7 +135,7 @@ class FleetWorker:
     reason: of the last loss.
     is_unusable: whether it broke the protocol of this version.
     keeper: has a worker here as long as it runs.
-    there_s: seconds in which earlier workers were attached here.
+    there_s: seconds in which earlier workers were attached here, times their replicas.
     attached_at: since when the present one is, on the event loop's clock.
     """
 
@@ -180,10 +180,10 @@ class FleetWorker:
         return not self.lines and self.status in kept
 
     def seconds(self, now: float) -> float:
-        """In which a worker was attached here."""
-        return self.there_s + (
-            0.0 if self.attached_at is None else now - self.attached_at
-        )
+        """In which a worker was attached here, those of each of its replicas."""
+        if self.attached_at is None or self.about is None:
+            return self.there_s
+        return self.there_s + (now - self.attached_at) * self.about.num_replicas
 
     def attached(self, link: WorkerLink, about: About, now: float) -> None:
         self.link, self.about, self.attached_at = link, about, now
@@ -236,7 +236,8 @@ class WorkerState:
     cached_share: share of their prompt tokens that came from the cache, 0 to 1.
     losses: how often it was lost.
     reason: of the last loss, or why it is left out.
-    there_s: seconds in which it was there, loaded and attached to this head.
+    there_s: seconds in which it was there, loaded and attached to this head, times its
+        replicas.
     """
 
     name: str

@@ -244,6 +244,7 @@ class RunningJob:
             engines=self._engines(),
             tail=self._named(job.tail),
             price=self._config.dollars_per_hour,
+            replicas=engine.num_replicas,
         )
 
     def _say_savings(self, num_known: int, num_merged: int, job: BucketedJob) -> None:

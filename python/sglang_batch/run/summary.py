@@ -106,7 +106,7 @@ class EngineWork:
     cached_share: share of the prompt tokens that came from its cache, 0 to 1.
     losses: how often it was lost.
     reason: of the last loss, or why it is left out.
-    engine_s: seconds in which it was there, loaded.
+    engine_s: seconds in which each of its replicas was there, loaded, added up.
     """
 
     name: str
@@ -121,17 +121,9 @@ class EngineWork:
 
     @classmethod
     def of(cls, state: WorkerState, seconds: float) -> EngineWork:
-        same = (
-            "name",
-            "status",
-            "answered",
-            "tokens",
-            "cached_share",
-            "losses",
-            "reason",
-        )
+        names = (each.name for each in dataclasses.fields(cls))
         return cls(
-            **{name: getattr(state, name) for name in same},
+            **{name: getattr(state, name) for name in names if hasattr(state, name)},
             tokens_per_second=_rate(state.tokens, seconds),
             engine_s=state.there_s,
         )
@@ -142,7 +134,7 @@ class EngineWork:
             f"cached {self.cached_share:.1%}"
         )
         if self.status == "released":
-            done += f"; released after {self.engine_s:,.0f} s"
+            done += f"; released after {self.engine_s:,.0f} engine seconds"
         if not self.losses and not self.reason:
             return f"{self.name}: {done}"
         lost = f"lost {self.losses:,} time{'s' * (self.losses != 1)}: {self.reason}"
@@ -193,8 +185,8 @@ class Summary(Counts):
         prompts have in common, or ``cached_share`` where the cache held what other jobs
         computed. None if the policy does not compute it, or earlier runs did a part.
     this_run: the part of the job that this run did. None: all of it.
-    engine_s: seconds of this run. Of a fleet: those in which its engines were there, loaded,
-        added up.
+    engine_s: seconds of each replica in this run, added up. Of a fleet: those in which it was
+        there, loaded.
     dollars: for these, at the price that the run was given. None without one.
     engines: the work of each engine, if there are several.
     fields: the saving by the order of the fields, if it was optimized: a
@@ -227,20 +219,24 @@ class Summary(Counts):
         engines: Sequence[WorkerState] = (),
         tail: LastRequests | None = None,
         price: float | None = None,
+        replicas: int = 1,
     ) -> Summary:
         """The summary of the results in a log.
 
         Args:
             before: of the log when this run began.
             engines: all of a fleet.
-            price: dollars for an hour of an engine.
+            price: dollars for an hour of a replica.
+            replicas: of an engine that is none of a fleet.
         """
         job = Counts.of(log)
         done_before = before.completed + before.failed
         if done_before > log.num_refused:  # which have no tokens
             optimal_cached_share = None
         this_run = job.since(before) if done_before else None
-        engine_s = sum(state.there_s for state in engines) if engines else seconds
+        engine_s = seconds * replicas
+        if engines:
+            engine_s = sum(state.there_s for state in engines)
         several = engines if len(engines) > 1 else ()
         return replace(
             cls.of_counts(job, seconds, optimal_cached_share, this_run),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import os
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ class BatchRequestInput:
 
 def named_job_id(name: str) -> str:
     """The id of the job with a name, the same whenever and wherever it runs."""
-    return f"batch_{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+    return f"batch_{hashlib.sha256(os.fsencode(name)).hexdigest()[:32]}"
 
 
 def engine_request_id(job_id: str, index: int) -> str:

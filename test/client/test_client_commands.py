@@ -15,11 +15,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow
 import pytest
 import uvicorn
 from batch_service import running_service
 from builders import (
     CHAT,
+    MODEL,
     answer_text,
     make_body,
     make_file,
@@ -32,8 +34,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from input_files import packed
 
+from sglang_batch import map_table
 from sglang_batch.__main__ import main
 from sglang_batch.errors import ServerError
+from sglang_batch.inputs.compression import is_compressed, open_plain
 from sglang_batch.run.client import batch_client, client_commands
 from sglang_batch.run.progress import Display
 from sglang_batch.server import runner as runner_module
@@ -251,6 +255,32 @@ def test_the_results_so_far_are_what_is_there(
     called(capsys, "cancel", batch_id)
 
 
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_results_are_compressed_by_their_name(
+    capsys: Outputs, tmp_path: Path, suffix: str
+) -> None:
+    path = make_file(tmp_path, make_lines(2))
+    assert main(["submit", "-i", str(path), "--follow", "--json"]) == 0
+    batch_id = json.loads(capsys.readouterr().out)["id"]
+    output = tmp_path / f"out.jsonl{suffix}"
+    assert called(capsys, "results", batch_id, "-o", str(output))[0] == 0
+    assert is_compressed(output)
+    with open_plain(output) as file:
+        assert len(parse_lines(file.read())) == 2
+
+
+def test_a_table_is_for_map_table(capsys: Outputs, tmp_path: Path) -> None:
+    path = make_file(tmp_path, b"text\na\n", "t.csv")
+    status, _, err = called(capsys, "submit", "-i", str(path))
+    assert status == 2 and "map_table(..., server=URL)" in err
+
+
+def test_a_table_that_the_server_refuses_says_why(server: LoopbackServer) -> None:
+    table, body = pyarrow.table({"a": ["x"]}), {"model": MODEL, "user": "{{a}}"}
+    with pytest.raises(ServerError, match="Messages parameter is required"):
+        map_table(table, body, server=server.url, api_key=KEY)
+
+
 def test_results_that_were_deleted_are_said_to_be_gone(
     capsys: Outputs, tmp_path: Path, remote_server: batch_client.BatchClient
 ) -> None:
@@ -330,7 +360,9 @@ def test_an_interrupt_leaves_the_batch_alone(
         (["list", "--url", "127.0.0.1:9"], 1, "http://127.0.0.1:9 does not answer ("),
         (["list", "--url", "127.0.0.1:x"], 2, "http://127.0.0.1:x is not the URL of a"),
         (["submit", "-i", "/no/file"], 2, "input file /no/file does not exist."),
-        (["results", "batch_no", "-o", "/tmp"], 2, "/tmp is a directory"),
+        (["results", "batch_no", "-o", "/tmp"], 2, "/tmp: it is a directory"),
+        (["results", "batch_no", "-o", "o.csv"], 2, "o.csv would hold JSON lines"),
+        (["results", "batch_no", "-o", "no/o"], 2, "its directory does not exist"),
         (
             ["results", "batch_no", "-o", "out", "--error-file", "./out"],
             2,

@@ -17,10 +17,15 @@ from input_files import batch_lines, ids_of_lines, packed, staged
 from sglang_batch.batch_api import jsonl, lines
 from sglang_batch.batch_api.jsonl import BatchFile, validate
 from sglang_batch.batch_api.lines import LineRules
-from sglang_batch.errors import ConfigError, InputError
+from sglang_batch.errors import ConfigError, InputError, StoreWriteError
 from sglang_batch.inputs import job_input as sources
 from sglang_batch.inputs import local_input
+from sglang_batch.inputs.job_input import JobInput, input_sources
 from sglang_batch.inputs.local_input import LocalInput
+from sglang_batch.inputs.template import Template
+from sglang_batch.run.job_directory import JobDirectory
+from sglang_batch.run.model_place import check_model_path
+from sglang_batch.run.outputs import Outputs
 
 LINES = batch_lines("a", "b")
 ARRAY = [json.loads(line) for line in LINES.splitlines()]
@@ -37,6 +42,7 @@ ARRAY = [json.loads(line) for line in LINES.splitlines()]
         (bz2.compress(LINES), "bzip2"),
         (lzma.compress(LINES), "xz"),
         (packed(gzip.compress(LINES), ".gz"), "compressed twice"),
+        (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "a workbook"),
         (LINES.replace(b"\n", b"\r"), "carriage return"),
     ],
 )
@@ -117,3 +123,17 @@ def test_a_line_that_is_too_long_is_never_held_whole(
     change = local_input.describe_change(tmp_path / "digests", now)
     assert change is not None
     assert change.endswith("line 4 changed")
+
+
+def test_a_name_that_is_too_long_is_no_file(tmp_path: Path) -> None:
+    long = "x" * 300
+    with pytest.raises(InputError, match="x does not exist"):
+        JobInput(input_sources([long])).check()
+    with pytest.raises(ConfigError, match="the template uses no column"):
+        Template.parse(f"{long} {{review}}")
+    with pytest.raises(ConfigError, match="cannot be the name of a Hugging Face"):
+        check_model_path(long, "--model-path")
+    outputs = Outputs.of(str(tmp_path / long), None, None)
+    outputs.output.check()  # the directory of its job says so
+    with pytest.raises(StoreWriteError, match="name too long"), JobDirectory(outputs):
+        pass

@@ -115,6 +115,16 @@ def test_a_table_is_answered_row_by_row(tmp_path: Path, engine: Echo) -> None:
     assert message["content"] == "Say: How?"
 
 
+def test_files_may_have_names_that_are_no_utf8(
+    tmp_path: Path, engine: Echo, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    table, out = (tmp_path / os.fsdecode(b"caf\xe9" + end) for end in (b".csv", b".o"))
+    table.write_text("q\nHow?\n")
+    assert run("-i", table, "-o", out, "--template", "{{q}}") == 0
+    assert ids_in(out.read_bytes()) == ["0"]
+    assert rb"caf\udce9.o" in capfdbinary.readouterr().out
+
+
 def test_another_template_starts_again_only_where_nothing_was_answered(
     tmp_path: Path, engine: Echo, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -399,6 +409,15 @@ def test_with_skip_invalid_bad_lines_are_answered_with_an_error_each(
     assert "8 (7 of them invalid)" in capsys.readouterr().out
     assert run(*command) == EXIT_LINES_FAILED  # complete, with the same status
     assert engine.started == 1
+
+
+def test_the_first_rows_may_be_skipped_too(tmp_path: Path, engine: Echo) -> None:
+    table = make_file(tmp_path, b"q,end\na,\nb,\nc,\nd,x\n", "t.csv")
+    body = {"messages": [{"role": "user", "content": "{{q}}"}], "stop": "{{end}}"}
+    command = ["-i", table, "-o", tmp_path / "out", "--template", json.dumps(body)]
+    assert run(*command) == EXIT_BAD_INPUT
+    assert run(*command, "--skip-invalid") == 0
+    assert engine.answered == ["3"]
 
 
 def test_lines_that_were_skipped_are_no_failures(tmp_path: Path, engine: Echo) -> None:

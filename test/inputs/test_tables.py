@@ -237,3 +237,12 @@ print([row["month"] for row in rows_of_file("t", Path({str(path)!r}), ["month"])
     command = [sys.executable, "-c", code.replace('"t"', repr(path.name))]
     elsewhere = subprocess.run(command, capture_output=True, text=True, check=True)
     assert elsewhere.stdout.strip() == str(found)
+
+
+@pytest.mark.parametrize("between", ";\t")
+def test_other_separators_have_a_way_out(tmp_path: Path, between: str) -> None:
+    table = make_file(tmp_path, f"id{between}text\n1{between}a\n".encode(), "t.csv")
+    with pytest.raises(
+        InputError, match=r"write commas between columns, or name it \*\.tsv"
+    ):
+        next(rows_of_file("t.csv", table, {"text"}))

@@ -12,6 +12,7 @@ from typing import Any
 from uuid import UUID
 
 import numpy as np
+import pandas
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,6 +52,25 @@ def test_a_placeholder_alone_keeps_the_type_and_inside_a_text_becomes_text() -> 
         (np.float32(0.1), 0.1, "0.1"),
         (np.float16(0.1), 0.1, "0.1"),
         (np.float32("nan"), None, ""),
+        (pandas.NaT, None, ""),
+        (pandas.NA, None, ""),
+        (np.datetime64("NaT"), None, ""),
+        (
+            np.datetime64("2024-02-29T01:02", "ns"),
+            "2024-02-29T01:02:00",
+            "2024-02-29T01:02:00",
+        ),
+        (
+            np.datetime64(1, "ns"),
+            "1970-01-01T00:00:00.000000001",
+            "1970-01-01T00:00:00.000000001",
+        ),
+        (np.timedelta64(10**9, "ns"), "0:00:01", "0:00:01"),
+        (
+            np.array(["2024-02-29", "NaT"], "M8[ns]"),
+            ["2024-02-29T00:00:00", None],
+            '["2024-02-29T00:00:00", null]',
+        ),
         (Decimal("1.10"), "1.10", "1.10"),
         (date(2024, 2, 29), "2024-02-29", "2024-02-29"),
         (datetime(2024, 2, 29, 1, 2), "2024-02-29T01:02:00", "2024-02-29T01:02:00"),
@@ -135,6 +155,10 @@ def test_any_template_with_any_values_is_json_of_the_values(
     assert text.isascii() and "\n" not in text
 
 
+def test_a_tuple_is_a_list() -> None:
+    assert filled({"stop": ("{{word}}", "x")}, word="a") == {"stop": ["a", "x"]}
+
+
 def test_a_template_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "{{q}}"}')
@@ -209,3 +233,9 @@ def test_a_template_file_that_is_not_utf8_is_refused(
     write(tmp_path / "t.json")
     with pytest.raises(ConfigError, match="is not UTF-8"):
         Template.parse(f"@{tmp_path / 't.json'}")
+
+
+@pytest.mark.parametrize("value", ["\ud83d", np.int64(1), {1, 2}])
+def test_a_template_that_cannot_be_json_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="the template cannot be JSON"):
+        Template({"prompt": "{{q}}", "user": value})

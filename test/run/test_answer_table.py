@@ -13,6 +13,7 @@ import pyarrow
 import pytest
 from pyarrow import feather, parquet
 
+from sglang_batch import map_table
 from sglang_batch.__main__ import main
 from sglang_batch.errors import ConfigError, InputError
 from sglang_batch.inputs.job_input import JobInput, input_sources
@@ -106,8 +107,8 @@ def test_parquet_keeps_the_types(tmp_path: Path) -> None:
     parquet.write_table(table, tmp_path / "in.parquet")
     feather.write_feather(table, tmp_path / "in.feather")
     lines = [answer('{"label": "x", "sure": 1}'), answer('{"label": "y"}')]
-    for name in ("in.parquet", "in.feather"):
-        made = table_of(tmp_path / name, "out.parquet", TEMPLATE)
+    for name, out in (("in.parquet", "out.pq"), ("in.feather", "out.parquet")):
+        made = table_of(tmp_path / name, out, TEMPLATE)
         found = parquet.read_table(write(made, lines))
         assert found.select(table.column_names) == table
         assert found["label"].to_pylist() == ["x", "y"]
@@ -295,6 +296,19 @@ def test_parquet_is_not_compressed_again(tmp_path: Path) -> None:
         table_of(tmp_path / "in.csv", "out.parquet.gz")
 
 
+def test_a_byte_order_mark_stays(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("text\nGrüße\n", encoding="utf-8-sig")
+    made = write(table_of(tmp_path / "in.csv", "out.csv"), [answer("ja")])
+    assert made.read_text(encoding="utf-8") == "\ufefftext,answer\nGrüße,ja\n"
+
+
+def test_an_answer_without_text_is_no_json_object(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("text\na\n")
+    table = table_of(tmp_path / "in.csv", "out.csv", TEMPLATE)
+    [names, row] = read(write(table, [answer(None)]))
+    assert "no JSON object" in dict(zip(names, row, strict=True))["error"]
+
+
 def test_keys_of_each_endpoint() -> None:
     schema = {"schema": SCHEMA}
     chat = {"response_format": {"type": "json_schema", "json_schema": schema}}
@@ -302,3 +316,57 @@ def test_keys_of_each_endpoint() -> None:
     assert schema_keys(chat) == schema_keys(responses) == ("label", "sure")
     for other in ({}, {"response_format": "x"}, {"text": {"format": {"type": "text"}}}):
         assert schema_keys(other) == ()
+
+
+@pytest.mark.parametrize(
+    ("output", "errors"),
+    [
+        ("out.xlsx", None),
+        ("out.feather", None),
+        ("out.ARROW.gz", None),
+        ("out.jsonl", "errors.csv"),
+        ("out", "errors.parquet"),
+    ],
+)
+def test_lines_are_not_written_under_the_name_of_a_table(
+    output: str, errors: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "in.csv").write_text("text\na\n")
+    outputs = Outputs.of(output, errors, None)
+    with pytest.raises(ConfigError, match=rf"{errors or output} would hold JSON lines"):
+        outputs.of_input(job_input(tmp_path / "in.csv"))
+
+
+@pytest.mark.parametrize("name", ["in.csv.gz", "in.csv.zst", "in.jsonl.gz"])
+def test_a_damaged_input_is_named_before_the_engine_starts(
+    name: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(b"text\na\n")
+    with pytest.raises(InputError, match=rf"{name} is damaged"):
+        table_of(tmp_path / name, "out.csv").check()
+
+
+@pytest.mark.parametrize(
+    ("fields", "endpoint"),
+    [
+        ({"n": 2}, "/v1/chat/completions"),
+        ({"n": "{{text}}"}, "/v1/completions"),
+        ({"prompt": ["{{text}}", "b"]}, "/v1/completions"),
+        ({"input": ["{{text}}", "b"]}, "/v1/embeddings"),
+    ],
+)
+def test_several_answers_for_a_row_are_refused(
+    fields: dict[str, Any], endpoint: str, tmp_path: Path
+) -> None:
+    (tmp_path / "in.csv").write_text("text\na\n")
+    sources = input_sources([str(tmp_path / "in.csv")])
+    asked = JobInput(sources, Template({"user": "{{text}}", **fields}), endpoint)
+    with pytest.raises(ConfigError, match="several answers for a row"):
+        Outputs.of("out.csv", None, None).of_input(asked)
+    with pytest.raises(ConfigError, match="several answers for a row"):
+        map_table(
+            pyarrow.table({"text": ["a"]}),
+            {"user": "{{text}}", **fields},
+            model_path="m",
+            endpoint=endpoint,
+        )

@@ -15,10 +15,11 @@ import pytest
 
 import sglang_batch
 from sglang_batch.__main__ import _parser, main
-from sglang_batch.errors import InputError, StoreError
+from sglang_batch.errors import ConfigError, InputError, StoreError
 from sglang_batch.request import Usage
 from sglang_batch.run.job_directory import JobDirectory, JobRecord
 from sglang_batch.run.outputs import Outputs
+from sglang_batch.run.prepare import RunOptions
 from sglang_batch.run.run_options import command_line, plan_options
 from sglang_batch.srt.compat.command_line import sglang_flags
 
@@ -158,6 +159,16 @@ def test_the_command_of_a_run_is_what_was_typed() -> None:
     assert command_line(alone) == [
         *("sglang-batch", "run", "-i", "a", "-o", "answers.jsonl", "--dedupe", "off")
     ]
+
+
+def test_a_dry_run_takes_the_settings_and_the_price_of_the_run() -> None:
+    run = ["run", "-i", "a", "-o", "out", "--dollars-per-hour"]
+    options = _parser().parse_args([*run, "6"])
+    planned, _ = plan_options(_parser(), options, ["--model-path", "m", "--tp", "2"])
+    assert planned.price_per_gpu_hour == 3
+    options.stop_rules = '{"jsn": true}'
+    with pytest.raises(ConfigError, match="stop_rules"):
+        RunOptions.of(options, ["--model-path", "m"])
 
 
 @pytest.mark.parametrize("command", [[], ["run"], ["demo-model"]])

@@ -12,6 +12,7 @@ from sglang_batch import AnswerColumns, map_table
 from sglang_batch.errors import ConfigError, InputError
 from sglang_batch.inputs.tables import rows_of_batches
 from sglang_batch.lang.frame_job import DataFrame
+from sglang_batch.lang.own_server import flags_of
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,20 @@ def test_names_of_new_columns_are_two_texts(names: dict[str, Any]) -> None:
     table = pyarrow.table({"a": [1]})
     with pytest.raises(ConfigError, match=r"answer|error"):
         map_table(table, "{{a}}", server="http://127.0.0.1:9", **names)
+
+
+def test_an_option_that_cannot_be_used_says_why() -> None:
+    table = pyarrow.table({"a": [1]})
+    with pytest.raises(InputError, match="a share above 0"):
+        map_table(table, "{{a}}", model_path="m", enough=2)
+
+
+def test_options_that_are_mappings_are_json() -> None:
+    options = {"stop_rules": {"json": True}, "lora_paths": [{"lora_name": "a"}, "b"]}
+    assert flags_of(options) == [
+        '--stop-rules={"json": true}',
+        *("--lora-paths", '{"lora_name": "a"}', "b"),
+    ]
 
 
 @pytest.mark.parametrize("name", ["input_file", "input", "o", "error_file", "url"])

@@ -26,8 +26,11 @@ def json_value(value: Any) -> Any:
     that no digit is lost. numpy's values become Python's, its arrays lists. Raises
     NotJson for bytes, infinity, or an unsupported type.
     """
-    if value is None or isinstance(value, str | int):
+    if isinstance(value, str | int):
         return value
+    # pandas has missing values of its own, of which one is a date.
+    if value is None or type(value).__name__ in ("NaTType", "NAType"):
+        return None
     if isinstance(value, float):
         if math.isinf(value):
             raise NotJson("infinity, which JSON cannot hold")
@@ -41,7 +44,11 @@ def json_value(value: Any) -> Any:
     if isinstance(value, Decimal | UUID | timedelta):
         return str(value)
     if isinstance(value, np.ndarray):
-        return json_value(value.tolist())
+        times = value.ndim and value.dtype.kind in "mM"  # numbers, in a list
+        return json_value(list(value) if times else value.tolist())
+    if isinstance(value, np.datetime64 | np.timedelta64) and type(value.item()) is int:
+        micros = value.astype(f"{value.dtype.kind}8[us]")  # Python has no nanoseconds
+        return json_value(micros.item()) if micros == value else str(value)
     if isinstance(value, np.float32 | np.float16):
         return json_value(float(str(value)))  # the shortest that is the same
     if isinstance(value, np.generic) and not isinstance(

@@ -12,13 +12,21 @@ from typing import Any, BinaryIO, cast
 
 import zstandard
 
+from ..errors import InputError
+
 SUFFIXES = (".gz", ".zst")
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _READ_BYTES = 1 << 20
 
-# Raised by reads of a damaged file.
-DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error)
+
+@contextmanager
+def undamaged(title: str) -> Iterator[None]:
+    """Turn what reads of a damaged file raise into InputError."""
+    try:
+        yield
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise InputError(f"{title} is damaged: {error}.") from None
 
 
 def plain_name(name: str) -> str:
@@ -40,8 +48,8 @@ def is_compressed(path: Path) -> bool:
 def open_plain(path: Path) -> Iterator[BinaryIO]:
     """A file's bytes, decompressed as they are read.
 
-    Reads raise one of ``DAMAGED`` if the file is truncated, or is not in the format
-    of its suffix.
+    Reads raise what :func:`undamaged` turns into InputError if the file is truncated, or
+    is not in the format of its suffix.
     """
     with open(path, "rb") as file:
         start = file.read(4)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import ConfigError, InputError
 from . import tables, urls
-from .compression import DAMAGED, is_compressed, open_plain
+from .compression import is_compressed, open_plain, undamaged
 from .tables import TABLE_SUFFIXES, Row, rows_of_file, table_suffix
 from .template import BEGIN, END, Template
 
@@ -126,8 +126,9 @@ class InputSource:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.title = name
-        self.short_title = name.rsplit("/", 1)[-1]
+        # A file may have a name that is no UTF-8.
+        self.title = name.encode(errors="backslashreplace").decode()
+        self.short_title = self.title.rsplit("/", 1)[-1]
 
     @property
     def location(self) -> str:
@@ -145,7 +146,7 @@ class InputSource:
         Local files count with size and modification time. Remote content is
         taken to be unchanged.
         """
-        return [self.name]
+        return [self.title]
 
     def check(self, *, has_template: bool) -> None:
         """Look for errors that show before anything is read.
@@ -189,10 +190,9 @@ class InputSource:
     def _reading(self, scratch: Path) -> Iterator[Path]:
         path = scratch
         try:
-            path = self._fetched(scratch)
-            yield path
-        except DAMAGED as error:
-            raise InputError(f"{self.title} is damaged: {error}.") from None
+            with undamaged(self.title):
+                path = self._fetched(scratch)
+                yield path
         finally:
             if path.parent == scratch:
                 path.unlink(missing_ok=True)
@@ -212,16 +212,16 @@ class LocalFileSource(InputSource):
         return path if is_plain else None
 
     def identity(self) -> list[Any]:
-        return [self.name, *_file_stats(Path(self.name))]
+        return [self.title, *_file_stats(Path(self.name))]
 
     def check(self, *, has_template: bool) -> None:
         path = Path(self.name)
-        if path.is_dir():
+        if os.path.isdir(path):
             raise InputError(
                 f"input {self.name} is a directory, but not a saved dataset; name its "
                 "files."
             )
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise InputError(f"input file {self.name} does not exist.")
         if not os.access(path, os.R_OK):
             raise InputError(
@@ -334,8 +334,9 @@ def _is_pipe(name: str) -> bool:
 
 def _needs_template(title: str, kind: str) -> ConfigError:
     return ConfigError(
-        f"{title} is {kind}: say how a row becomes a request with --template, such as "
-        '\'{"messages": [{"role": "user", "content": "{{question}}"}]}\'.'
+        f"{title} is {kind}: say how a row becomes a request with --template (of `run` "
+        "and `plan`), such as 'Answer in one word: {{question}}'. For a server there is "
+        "sglang_batch.map_table(..., server=URL)."
     )
 
 

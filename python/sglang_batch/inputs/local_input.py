@@ -130,6 +130,7 @@ _FORMATS = {
     b"BZh": "compressed by bzip2: decompress it, or use gzip or zstd",
     b"\xfd7zXZ\0": "compressed by xz: decompress it, or use gzip or zstd",
     b"PK\x03\x04": "a zip archive or a workbook: name the files in it, or save it as CSV",
+    b"\xd0\xcf\x11\xe0": "a workbook: save it as CSV",
     b"%PDF": "a PDF",
 }
 

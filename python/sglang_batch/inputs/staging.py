@@ -64,7 +64,7 @@ class Staging:
         missing package, StoreWriteError if the copy cannot be written.
         """
         if (plain_file := job_input.plain_file) is not None:
-            return LocalInput(plain_file, job_input.sources[0].name)
+            return LocalInput(plain_file, job_input.sources[0].title)
         manifest = None if afresh else self._earlier(job_input)
         size = self.path.stat().st_size if self.path.is_file() else -1
         if manifest is None or manifest.size != size:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,12 +55,14 @@ def rows_of_file(name: str, path: Path, columns: Collection[str]) -> Iterator[Ro
 
 def check_columns(name: str, needed: Iterable[str], found: Collection[str]) -> None:
     """Raises InputError if a needed column was not found, or several have its name."""
-    names = list(found)
+    names, hint = list(found), ""
+    if len(names) == 1 and re.search(r"[;|\t]", names[0]):
+        hint = "; write commas between columns, or name it *.tsv if there are tabs"
     for column in needed:
         if column not in found:
             raise InputError(
                 f"{name} has no column {column!r}; it has "
-                f"{', '.join(map(repr, names)) or 'none'}{jinja_hint(column)}."
+                f"{', '.join(map(repr, names)) or 'none'}{jinja_hint(column)}{hint}."
             )
         if (number := names.count(column)) > 1:
             raise InputError(
@@ -283,7 +287,7 @@ _HUB_TIMEOUT_S = 10.0
 
 
 def is_saved_dataset(path: Path) -> bool:
-    return any((path / name).is_file() for name in _STATE_FILES)
+    return any(os.path.isfile(path / name) for name in _STATE_FILES)
 
 
 def state_files(name: str) -> list[Path]:

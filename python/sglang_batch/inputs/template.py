@@ -7,6 +7,7 @@ such as ``{{question}}`` in its strings, or with strings in Jinja2.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,10 @@ class Template:
 
     def __init__(self, body: dict[str, Any]) -> None:
         self.body = body
+        try:
+            json.dumps(body, ensure_ascii=False).encode()
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"the template cannot be JSON: {error}.") from None
         self._parts = parts_of(body)
         self.columns = frozenset(columns_of(self._parts))
         at = block_at(self._parts)
@@ -132,7 +137,7 @@ def _prompt_body(prompt: str, endpoint: str, where: str) -> dict[str, Any]:
             f"the template must be an object, the body of a request: {endpoint} takes more "
             "than a prompt."
         )
-    if not _PLACEHOLDER.search(prompt) and Path(prompt).is_file():
+    if not _PLACEHOLDER.search(prompt) and os.path.isfile(prompt):
         raise ConfigError(f"{where} {prompt} is a file; name it as @{prompt}.")
     return {key: [{"role": "user", "content": prompt}] if key == "messages" else prompt}
 
@@ -341,7 +346,7 @@ def _parts_of_value(value: Any) -> Iterator[TemplatePart]:
                     part = replace(part, prompt=key in _PROMPT_KEYS)
                 yield part
         yield "}"
-    elif isinstance(value, list):
+    elif isinstance(value, list | tuple):
         yield "["
         for i, item in enumerate(value):
             if i:

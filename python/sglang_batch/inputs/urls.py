@@ -108,7 +108,7 @@ def fingerprint(url: str) -> str:
         if not _SIGNATURE.match(key)
     ]
     kept = f"{shown(url)}?{urlencode(sorted(query))}"
-    return hashlib.sha256(kept.encode()).hexdigest()[:16]
+    return hashlib.sha256(os.fsencode(kept)).hexdigest()[:16]
 
 
 def file_suffix(url: str) -> str:

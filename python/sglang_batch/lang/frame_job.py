@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import inspect
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from ..inputs.job_input import DEFAULT_ENDPOINT, JobInput, input_sources
 from ..inputs.staging import Staging
 from ..inputs.tables import arrow_columns, check_columns
 from ..inputs.template import Template
-from ..run.answer_table import answers_of
+from ..run.answer_table import answers_of, check_one_answer
 from .own_server import flags_of
 
 
@@ -178,6 +179,7 @@ def map_table(
             f"model_path. With a server there are {', '.join(_OWN)}."
         )
     parsed = Template.of(template, endpoint)
+    check_one_answer(parsed.body, endpoint)
     given = DataFrame(frame)
     if answer == error:
         raise ConfigError(f"answer and error are one column, {answer!r}: name two.")
@@ -259,7 +261,8 @@ def run_job(arguments: list[str]) -> None:
         assert process.stderr is not None
         try:
             for line in process.stderr:
-                if said or line.startswith("error: "):
+                # argparse begins with the name of the command.
+                if said or re.match(r"(sglang-batch run: )?error: ", line):
                     said.append(line)
                 else:
                     sys.stderr.write(line)
@@ -268,7 +271,7 @@ def run_job(arguments: list[str]) -> None:
             process.wait()
             raise
         status = process.wait()
-    reason = "".join(said).removeprefix("error: ").strip()
+    reason = "".join(said).partition("error: ")[2].strip()
     if status in (ExitStatus.OK, ExitStatus.FAILED_LINES):
         return
     if status == ExitStatus.BAD_INPUT:
@@ -283,7 +286,7 @@ def _submit(
 ) -> None:
     """Have a server run a batch, and wait. A later call goes on with it if the place is kept,
     and it is cancelled otherwise."""
-    from ..run.client.batch_client import BatchClient
+    from ..run.client.batch_client import BatchClient, first_errors
     from ..run.client.client_commands import download_all, until_ended
     from ..run.progress import Display
 
@@ -311,10 +314,8 @@ def _submit(
                     client.cancel(batch["id"])
             raise
         if batch["status"] != COMPLETED:
-            raise ServerError(
-                f"{batch['id']} is {batch['status']} at {client.url}: "
-                f"`sglang-batch status {batch['id']}` says why."
-            )
+            ended = f"{batch['id']} is {batch['status']} at {client.url}."
+            raise ServerError(" ".join([ended, *first_errors(batch)]))
         download_all(client, batch, place / "results.jsonl")
 
 

@@ -7,6 +7,7 @@ pipe is closed then.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -116,17 +117,23 @@ class OwnServer:
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
-    """Options by name as a command line: ``tp=2`` is ``--tp 2``, ``name=True`` a flag."""
+    """Options by name as a command line: ``tp=2`` is ``--tp 2``, ``name=True`` a flag, and a
+    mapping is JSON.
+    """
     argv = []
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
         if value is True:
             argv.append(flag)
         elif isinstance(value, list | tuple):
-            argv += [flag, *map(str, value)]
+            argv += [flag, *map(_word, value)]
         elif value is not None and value is not False:
-            argv.append(f"{flag}={value}")
+            argv.append(f"{flag}={_word(value)}")
     return argv
+
+
+def _word(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, Mapping) else str(value)
 
 
 def _free_port() -> int:

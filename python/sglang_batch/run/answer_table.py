@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
@@ -18,7 +19,7 @@ from ..batch_api.protocol import GENERATING_URLS
 from ..errors import ConfigError, InputError
 from ..inputs import tables
 from ..inputs.cells import cell_text, text_of
-from ..inputs.compression import plain_name
+from ..inputs.compression import open_plain, plain_name, undamaged
 from ..inputs.job_input import InputSource, JobInput, LocalFileSource
 
 ANSWER, ERROR = "answer", "error"
@@ -26,7 +27,20 @@ ANSWER, ERROR = "answer", "error"
 
 def is_table(path: Path) -> bool:
     """Whether an output of this name is a table."""
-    return Path(plain_name(path.name)).suffix.lower() in _WRITERS
+    return _suffix(path) in _WRITERS
+
+
+def check_holds_lines(path: Path) -> None:
+    """Raises ConfigError if a file for JSON lines has the name of a table."""
+    if _suffix(path) in _TABLES:
+        raise ConfigError(
+            f"{path.name} would hold JSON lines, and no table: name it *.jsonl. Tables are "
+            f"written by `sglang-batch run`, as {', '.join(_WRITERS)}."
+        )
+
+
+def _suffix(path: Path) -> str:
+    return Path(plain_name(path.name)).suffix.lower()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +68,11 @@ class AnswerTable:
                 f"{path.name} as a table needs --template and one file on this machine as "
                 "input, whose columns it has; or name the output *.jsonl."
             )
-        plain = plain_name(path.name)
-        if plain != path.name and plain.lower().endswith(".parquet"):
+        packed = plain_name(path.name) != path.name
+        if packed and _WRITERS[_suffix(path)] is _write_parquet:
             raise ConfigError(f"{path.name}: Parquet is compressed by itself.")
         source.check(has_template=True)
+        check_one_answer(template.body, job_input.endpoint)
         keys = schema_keys(template.body)
         return cls(source, job_input.endpoint, keys, path, source.identity())
 
@@ -65,13 +80,15 @@ class AnswerTable:
         """Raises ConfigError if the input has a column of the same name as a new one,
         InputError if it has two of one name, or cannot be read.
         """
-        found = tables.columns_of_file(self.source.title, Path(self.source.name))
-        tables.check_columns(self.source.title, found, found)
+        title, path = self.source.title, Path(self.source.name)
+        with undamaged(title):
+            found = tables.columns_of_file(title, path)
+        tables.check_columns(title, found, found)
         for name in (ANSWER, ERROR, *self.keys):
             if name in found:
                 raise ConfigError(
-                    f"{self.source.title} has a column {name!r} already, which "
-                    f"{self.path.name} is to get: rename one, or name the output *.jsonl."
+                    f"{title} has a column {name!r} already, which {self.path.name} is to "
+                    "get: rename one, or name the output *.jsonl."
                 )
 
     def write(self, results: Path, num_rows: int, output: BinaryIO) -> None:
@@ -91,7 +108,7 @@ class AnswerTable:
         for key in self.keys:
             columns[key] = [None] * num_rows
         for row, text in enumerate(answers if self.keys else ()):
-            values = {} if text is None else _json_object(text)
+            values = {} if errors[row] else _json_object(text or "")
             if values is None:
                 errors[row] = "the answer is no JSON object; was it cut at max_tokens?"
                 continue
@@ -101,8 +118,20 @@ class AnswerTable:
             # Also where the schema has a key of this name.
             of_key = columns.get(ERROR, errors)
             columns[ERROR] = [e or k for e, k in zip(errors, of_key, strict=True)]
-        write = _WRITERS[Path(plain_name(self.path.name)).suffix.lower()]
-        write(self.source, columns, output)
+        _WRITERS[_suffix(self.path)](self.source, columns, output)
+
+
+def check_one_answer(body: Mapping[str, Any], endpoint: str) -> None:
+    """Raises ConfigError if a request asks for several answers, of which one is kept."""
+    prompt = body.get("prompt", body.get("input"))
+    texts = (
+        [e for e in prompt if isinstance(e, str)] if isinstance(prompt, list) else []
+    )
+    if (endpoint in _VALUES and len(texts) > 1) or body.get("n") not in (None, 1):
+        raise ConfigError(
+            "the template asks for several answers for a row, of which a table has one: "
+            "leave out n, or further prompts, or run lines into a *.jsonl."
+        )
 
 
 def schema_keys(body: Mapping[str, Any]) -> tuple[str, ...]:
@@ -136,8 +165,10 @@ def _write_csv(
 ) -> None:
     path = Path(source.name)
     names = tables.columns_of_file(source.title, path)
+    with open_plain(path) as file:  # Excel knows UTF-8 by its mark, as it writes it
+        code = "utf-8-sig" if file.read(3) == codecs.BOM_UTF8 else "utf-8"
     # A key may hold half of a surrogate pair, which UTF-8 lacks.
-    text = io.TextIOWrapper(output, "utf-8", "replace", newline="", write_through=True)
+    text = io.TextIOWrapper(output, code, "replace", newline="", write_through=True)
     plain, quoted = (
         csv.writer(text, delimiter=delimiter, lineterminator="\n", quoting=quoting)
         for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL)
@@ -175,7 +206,9 @@ _WRITERS: dict[str, Callable[..., None]] = {
     ".csv": _write_csv,
     ".tsv": partial(_write_csv, delimiter="\t"),
     ".parquet": _write_parquet,
+    ".pq": _write_parquet,
 }
+_TABLES = tables.TABLE_SUFFIXES | {".xlsx", ".xls", ".ods"}
 
 
 def answers_of(

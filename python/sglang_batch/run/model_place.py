@@ -56,9 +56,9 @@ def check_model_path(
     Raises ConfigError if it is in none of these places, or the hub does not answer.
     """
     path = Path(name).expanduser()
-    if path.is_file() or name in ("dummy", "none"):
+    if os.path.isfile(path) or name in ("dummy", "none"):
         return
-    if path.is_dir():
+    if os.path.isdir(path):
         if not any(any(path.glob(pattern)) for pattern in files):
             kind = "model's" if files is _MODEL_FILES else "tokenizer's"
             raise ConfigError(

@@ -16,7 +16,7 @@ from ..inputs import urls
 from ..inputs.compression import compressing
 from ..inputs.job_input import JobInput
 from ..store.files import atomic_write
-from .answer_table import AnswerTable, is_table
+from .answer_table import AnswerTable, check_holds_lines, is_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +31,24 @@ class OutputFile:
     path: Path
 
     def __str__(self) -> str:
-        return urls.named(self.name)
+        return urls.named(self.name).encode(errors="backslashreplace").decode()
 
     @property
     def is_remote(self) -> bool:
         """Whether the file is uploaded in the end."""
         return urls.is_url(self.name)
 
-    def check(self) -> None:
-        """Raises ConfigError if the file cannot be created, or the URL not be used."""
+    def check(self, *, resumes: bool = True) -> None:
+        """Raises ConfigError if the file cannot be created, or the URL not be used.
+
+        resumes: whether it names a job, as no pipe or device can.
+        """
         if self.is_remote:
             return urls.check_scheme(self.name)
         reason = None
-        if self.path.is_dir():
+        if os.path.isdir(self.path):
             reason = "it is a directory"
-        elif self.path.exists() and not self.path.is_file():
+        elif resumes and os.path.exists(self.path) and not os.path.isfile(self.path):
             reason = "it is not a file, so no later run could resume the job"
         elif not self.path.parent.is_dir():
             reason = "its directory does not exist"
@@ -112,6 +115,8 @@ class Outputs:
         """The outputs with a table, if their name asks for one. Raises ConfigError if the
         input has no columns for it."""
         if not is_table(self.output.path):
+            for file in self.files:
+                check_holds_lines(file.path)
             return self
         if self.errors is not None:
             raise ConfigError(

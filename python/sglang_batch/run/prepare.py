@@ -63,6 +63,8 @@ class RunOptions:
         Raises ConfigError if one of them cannot be used, whatever the others are.
         """
         argv = sglang_argv(server_argv, lambda note: print(note, file=sys.stderr))
+        settings = run_options.given_settings(options)
+        OfflineBatchConfig(**settings)  # raises
         job_input = run_options.job_input(options)
         return cls(
             job_input=job_input,
@@ -70,7 +72,7 @@ class RunOptions:
                 options.output_file, options.error_file, options.output_tmp_dir
             ).of_input(job_input),
             engine=engine_options(options, argv),
-            settings=run_options.given_settings(options),
+            settings=settings,
             overwrite=options.overwrite,
             skip_invalid=options.skip_invalid,
             enough=options.enough,
@@ -149,7 +151,8 @@ def prepare(options: RunOptions) -> PreparedRun:
         ):
             # The staged input may be gone.
             return replace(prepared, _open=stack.pop_all())
-        check_template(options.job_input, known)
+        if not options.skip_invalid:
+            check_template(options.job_input, known)
         local = staging.stage(options.job_input, afresh=options.overwrite)
         if earlier is not None:
             directory.check_input(earlier, local)

@@ -140,6 +140,8 @@ def plan_options(
         raise ConfigError("--dry-run needs --model-path MODEL, as the run does.")
     own = ("command", "run", "policy", "dry_run")
     vars(planned).update({k: v for k, v in vars(options).items() if k not in own})
+    if options.dollars_per_hour is not None and planned.price_per_gpu_hour is None:
+        planned.price_per_gpu_hour = options.dollars_per_hour / planned.tp
     return planned, rest
 
 

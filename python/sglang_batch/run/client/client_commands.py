@@ -20,7 +20,8 @@ from ...errors import ConfigError, ExitStatus, InputError, ServerError, StoreErr
 from ...inputs.compression import plain_name
 from ...inputs.job_input import STDIN, JobInput, input_sources
 from ...inputs.staging import Staging
-from ...store.files import atomic_write
+from ..answer_table import check_holds_lines
+from ..outputs import OutputFile
 from ..progress import Display, aligned
 from .batch_client import (
     Batch,
@@ -96,9 +97,10 @@ def cancel(server: BatchClient, options: argparse.Namespace) -> Shown:
 
 def results(server: BatchClient, options: argparse.Namespace) -> Shown:
     output, errors = options.output_file, options.error_file
-    for path in (output, errors):
-        if path is not None and path.is_dir():
-            raise ConfigError(f"{path} is a directory. Name a file.")
+    for path in filter(None, (output, errors)):
+        check_holds_lines(path)
+        if path != STDOUT:
+            OutputFile(str(path), path).check(resumes=False)
     if errors is not None and errors.resolve() == output.resolve() != STDOUT.resolve():
         raise ConfigError(f"{output} is both output and error file.")
     batch = server.get(options.batch_id)
@@ -213,7 +215,7 @@ def _summary(batch: Batch, output: Path, where: str) -> str:
 def _writing(path: Path) -> AbstractContextManager[BinaryIO]:
     if path == STDOUT:
         return contextlib.nullcontext(cast(BinaryIO, sys.stdout.buffer))
-    return atomic_write(path)
+    return OutputFile(str(path), path).writing()
 
 
 _WAY_OUT = "Nothing was sent. --no-check sends the file as it is."

@@ -74,8 +74,20 @@ def test_a_command_that_cannot_run_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_the_options_of_sglangs_tool() -> None:
+def test_the_options_of_sglang() -> None:
+    import bench_gpu_throughput as jobs
+    import first_tokens
     from command_list import read_commands
+
+    options, model = jobs.parse_options(["--alone", "--kv-tokens=all"]), Path("m")
+    kinds = map(
+        jobs.kind_of, [*jobs.OURS, *jobs.POLICIES, "best+mixed", "best+hicache"]
+    )
+    engines = [first_tokens.arguments_of(first_tokens.parse_options([]), model)]
+    for kind in kinds:
+        policy = [] if kind.ours else [f"--schedule-policy={kind.policy}"]
+        arguments = [*jobs.arguments_of(options, model), *kind.arguments]
+        engines.append(arguments + policy)
 
     lines = [
         [word.format(save="s", scratch="s", model="m") for word in line[3:]]
@@ -88,13 +100,19 @@ def test_the_options_of_sglangs_tool() -> None:
         "from sglang.srt.plugins import load_plugins; load_plugins()\n"
         "from sglang.benchmark.offline_throughput import BenchArgs\n"
         "from sglang.srt.server_args import ServerArgs\n"
-        "for line in json.loads(sys.argv[1]):\n"
+        "lines, engines = json.loads(sys.argv[1])\n"
+        "parser = argparse.ArgumentParser(allow_abbrev=False)\n"
+        "ServerArgs.add_cli_args(parser)\n"
+        "for engine in engines: parser.parse_args(engine)\n"
+        "for line in lines:\n"
         "    parser = argparse.ArgumentParser()\n"
         "    ServerArgs.add_cli_args(parser); BenchArgs.add_cli_args(parser)\n"
         "    found = BenchArgs.from_cli_args(parser.parse_args(line))\n"
         "    print(found.gsp_num_groups, found.dataset_name)\n"
     )
-    done = preloaded.run([sys.executable, "-c", code, json.dumps(lines)], timeout=100)
+    done = preloaded.run(
+        [sys.executable, "-c", code, json.dumps([lines, engines])], timeout=100
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["64 generated-shared-prefix"] * len(lines)
 

@@ -74,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             own.error(f"unrecognized arguments: {' '.join(rest)}.")
         if options.command in (*TAKE_SGLANG_OPTIONS, "exec"):
             traces.check_propagators()
-        return int(options.run(options, rest))
+        status = int(options.run(options, rest))
+        sys.stdout.flush()
+        return status
     except (ConfigError, InputError) as error:
         meant = ""
         if isinstance(error, UnknownOption):
@@ -87,6 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return ExitStatus.INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has closed it. Python must not flush again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitStatus.FAILED
 
 
 class _Parser(argparse.ArgumentParser):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -320,3 +321,12 @@ def test_ctrl_c_while_options_are_read_is_one_line(
     monkeypatch.setattr("sglang_batch.__main__._parser", interrupted)
     assert main(["list"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_an_output_that_nobody_reads_is_no_traceback(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "sglang_batch", "demo-model", str(tmp_path / "m")]
+    ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (1, "")

@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import json
 import os
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,17 +126,11 @@ def _run(
     from .batch_client import BatchClient, Shown
 
     command = getattr(importlib.import_module(f".{module}", __package__), function)
-    try:
-        with contextlib.closing(BatchClient(options.url, options.api_key)) as server:
-            shown: Shown = command(server, options)
-        lines = map(json.dumps, shown.objects) if options.json else [shown.text]
-        for line in filter(None, lines):
-            print(line)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader of our output has closed it. Python must not flush again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitStatus.FAILED
+    with contextlib.closing(BatchClient(options.url, options.api_key)) as server:
+        shown: Shown = command(server, options)
+    lines = map(json.dumps, shown.objects) if options.json else [shown.text]
+    for line in filter(None, lines):
+        print(line)
     return shown.status
 
 

@@ -40,6 +40,7 @@ from dry_run import dry_run
 STATUS = "status.jsonl"
 FINAL = ("done", "failed", "ended")
 ENDED_WITHIN_S = 15
+MARK = "GPU_LIST_COMMAND"
 # What is imported of packages that a list of versions says little of.
 IMPORTED = {"sglang": ("sgl_kernel.flash_attn", "sglang.srt.managers.scheduler")}
 CHECK = """
@@ -117,6 +118,7 @@ class Runner:
         """``done``, ``failed``, or ``ended`` for one that took all of its time."""
         end = time.monotonic() + 60 * minutes
         with (self._save / f"{command.name}.log").open("ab") as log:
+            mark = f"{os.getpid()} {command.name}"
             for line in command.lines(self._save, minutes):
                 log.write(f"$ {shlex.join(line)}\n".encode())
                 log.flush()
@@ -124,7 +126,8 @@ class Runner:
                     self._write_model()
                 try:
                     process = subprocess.Popen(
-                        executable_line(line), cwd=ROOT, env=self._environment,
+                        executable_line(line), cwd=ROOT,
+                        env={**self._environment, MARK: mark},
                         stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                         start_new_session=True,
                     )  # fmt: skip
@@ -136,7 +139,7 @@ class Runner:
                 except subprocess.TimeoutExpired:
                     return "ended"
                 finally:
-                    end_all(process)
+                    end_all(process, mark)
                 if status:
                     return "failed"
         return "done"
@@ -196,18 +199,25 @@ def executable_line(line: Sequence[str]) -> list[str]:
     return [word for each in line for word in names.get(each, [each])]
 
 
-def end_all(process: subprocess.Popen[bytes]) -> None:
-    """End a process and those below it: as on Ctrl-C first, since engines have sessions of
-    their own, which a benchmark ends."""
+def end_all(process: subprocess.Popen[bytes], mark: str) -> None:
+    """End a process, those below it and those it left behind: as on Ctrl-C first, since
+    engines have sessions of their own, which a benchmark ends.
+
+    mark: in the environment of all of them, unless they have overwritten it.
+    """
     import psutil  # type: ignore[import-untyped]
 
-    if process.poll() is not None:
-        return
-    below = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGINT)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(ENDED_WITHIN_S)
-    for each in [*below, process]:
+    found: list[psutil.Process] = []
+    if process.poll() is None:
+        found = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(ENDED_WITHIN_S)
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if each.environ().get(MARK) == mark:
+                found.append(each)
+    for each in found:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
     process.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gzip
 import json
 import os
@@ -14,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import preloaded
+import psutil
 import pytest
 
 BENCHMARK = Path(__file__).parents[2] / "benchmark"
@@ -117,6 +119,12 @@ def test_the_options_of_sglang() -> None:
     assert done.stdout.splitlines() == ["64 generated-shared-prefix"] * len(lines)
 
 
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
 @pytest.mark.slow
 def test_the_list_goes_on_after_failures_and_another_call(tmp_path: Path) -> None:
     from command_list import Command
@@ -135,9 +143,16 @@ def test_the_list_goes_on_after_failures_and_another_call(tmp_path: Path) -> Non
         return Command(name, "", minutes, list(lines), tuple(needs.split()), least)
 
     count = "open(r'{save}/count', 'a').write('x')"
+    # An engine in a session of its own, whose benchmark crashes.
+    left = (
+        "import subprocess, sys; print('lost', flush=True)\n"
+        "sleep = [sys.executable, '-c', 'import time; time.sleep(99)']\n"
+        "engine = subprocess.Popen(sleep, start_new_session=True)\n"
+        "open(r'{save}/pid', 'w').write(str(engine.pid)); sys.exit(3)"
+    )
     given = "open(r'{save}/given', 'w').write('{minutes}')"
     commands = [
-        command("bad", python("import sys; print('lost', flush=True); sys.exit(3)")),
+        command("bad", python(left), python(count)),
         command("no tool", ["no-such-tool"]),
         command("slow", python("import time; time.sleep(60)"), minutes=0.02),
         command("lacking", python(count), needs="sglang-kernel-of-mars pytest"),
@@ -159,6 +174,7 @@ def test_the_list_goes_on_after_failures_and_another_call(tmp_path: Path) -> Non
     # It has less than its minutes, and a minute of them to end in.
     assert 0.5 <= float((save / "given").read_text()) <= 1
     assert "lost" in (save / "bad.log").read_text()
+    assert not _runs(int((save / "pid").read_text()))
     assert (save / "count").read_text() == "xx"
     with tarfile.open(bundle) as archive:
         names = set(archive.getnames())

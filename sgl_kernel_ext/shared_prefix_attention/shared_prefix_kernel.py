@@ -328,5 +328,8 @@ def _step(
     b_sum = b_sum * b_scale + tl.sum(b_p, axis=1)
     b_acc = b_acc * b_scale[:, None]
     # [BLOCK_M, BLOCK_N] @ [BLOCK_N, BLOCK_V]
-    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
-    return b_new, b_sum, b_acc
+    b_out = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
+    if PACKS:
+        # Zero times another request's value is no zero where that is infinite.
+        b_out = tl.where(m_own[:, None], b_out, b_acc)
+    return b_new, b_sum, b_out

@@ -453,6 +453,22 @@ def test_packed_suffixes_grow_while_their_plan_is_kept() -> None:
     assert not plan.still_valid(batch.grown([-1] * count).kv_len)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_values_of_one_packed_request_reach_no_other() -> None:
+    """Also where they are infinite or no numbers."""
+    batch = make_batch(**PACKABLE, heads=(8, 2))  # type: ignore[arg-type]
+    plan = make_planner(batch, config=FEW_PLACES).plan(*batch.planned())
+    packed = plan.task_table[plan.task_table[:, fields.TAIL_OF] == fields.PACKED]
+    broken = plan.gather[packed[:, fields.START]]
+    last = batch.table[batch.table_row[broken], batch.kv_len[broken] - 1]
+    batch.k_cache[last], batch.v_cache[last] = torch.nan, torch.inf
+    out, lse = poisoned_outputs(batch, plan)
+    run(plan, *batch.tensors(), out, batch.scale, lse=lse)
+    others = np.setdiff1d(np.arange(batch.num_tokens), broken)
+    for found, wanted in zip((out, lse), batch.truth(), strict=True):
+        torch.testing.assert_close(found[others], wanted[others], atol=2e-5, rtol=2e-5)
+
+
 def test_nothing_is_packed_beside_a_chunk() -> None:
     batch = make_batch(**FORESTS["chunks"])  # type: ignore[arg-type]
     plan = make_planner(batch, config=FEW_PLACES).plan(*batch.planned())

@@ -93,7 +93,8 @@ def jit_in_place(function: F) -> F:
     """
     if len(function.__code__.co_code) < _SMALL_BYTECODE:
         return jit_inlined(function)
-    compiled = numba.njit(cache=True, _nrt=False)(function)
+    # Nothing calls it by a pointer, and without a wrapper for C it compiles sooner.
+    compiled = numba.njit(cache=True, _nrt=False, no_cfunc_wrapper=True)(function)
     resolve = compiled.get_call_template
 
     def resolve_wide(args: tuple[Any, ...], kws: dict[str, Any]) -> Any:

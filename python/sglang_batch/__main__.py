@@ -49,6 +49,9 @@ def command() -> None:
     ended its helper processes by then, and libraries that clean up with their help
     would print tracebacks after the results.
     """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # it was closed
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     # Threads of torch that wait for one another sleep; torch reads it at its import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # SGLang's imports make a million objects that stay. Looking for garbage among them

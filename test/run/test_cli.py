@@ -330,3 +330,9 @@ def test_an_output_that_nobody_reads_is_no_traceback(tmp_path: Path) -> None:
     ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (ended.returncode, ended.stderr) == (1, "")
+
+
+def test_an_output_that_is_closed_is_no_traceback(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m sglang_batch demo-model {tmp_path / 'm'} <&- >&-"
+    ended = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -36,6 +36,7 @@ ARRAY = [json.loads(line) for line in LINES.splitlines()]
     [
         (LINES.decode().encode("utf-16"), "UTF-16"),
         (LINES.decode().encode("utf-16-le"), "UTF-16"),
+        (LINES.replace(b'"b"', b'"\xe9"'), "not UTF-8"),
         (json.dumps(ARRAY).encode(), "one JSON array"),
         (json.dumps(ARRAY, indent=2).encode(), "one JSON array"),
         (json.dumps(ARRAY[0], indent=2).encode(), "objects over several lines"),

@@ -157,6 +157,11 @@ def format_hint(path: Path) -> str | None:
         )
     if b"}\r{" in first:
         return "The lines seem to end with a carriage return alone: use \\n."
+    try:
+        head.decode()
+    except UnicodeDecodeError as error:
+        if error.end < len(head):  # else a character may be cut
+            return "The file is not UTF-8: save it as UTF-8."
     return None
 
 

@@ -9,6 +9,7 @@ Tensors are float32 or bfloat16, the work is done in float32, and a result is ro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -139,18 +140,23 @@ def _values(x: torch.Tensor) -> np.ndarray[Any, Any]:
     return array(x).reshape(-1)
 
 
+def _run(
+    kernel: Callable[..., None],
+    parts: Callable[..., None],
+    given: tuple[Any, ...],
+    x: torch.Tensor,
+) -> None:
+    """Call a kernel for the rows of a tensor."""
+    values = x.numel()
+    in_parts(kernel, parts, given, values // max(1, x.shape[-1]), values // _PART)
+
+
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` of a contiguous ``[..., 2 * width]`` with gates first: ``[..., width]``."""
     width = x.shape[-1] // 2
     out = x.new_empty((*x.shape[:-1], width))
-    rows = out.numel() // max(1, width)
-    in_parts(
-        _silu_and_mul,
-        _silu_and_mul_parts,
-        (_values(x), _values(out), width),
-        rows,
-        out.numel() // _PART,
-    )
+    given = (_values(x), _values(out), width)
+    _run(_silu_and_mul, _silu_and_mul_parts, given, out)
     return out
 
 
@@ -159,13 +165,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     width = x.shape[-1]
     out = torch.empty_like(x)
     given = (_values(x), _values(weight), np.float32(epsilon), _values(out), width)
-    in_parts(
-        _rms_norm,
-        _rms_norm_parts,
-        given,
-        x.numel() // max(1, width),
-        x.numel() // _PART,
-    )
+    _run(_rms_norm, _rms_norm_parts, given, x)
     return out
 
 
@@ -178,13 +178,7 @@ def add_rms_norm_(
     """
     width = x.shape[-1]
     given = (_values(x), _values(residual), _values(weight), np.float32(epsilon), width)
-    in_parts(
-        _add_rms_norm,
-        _add_rms_norm_parts,
-        given,
-        x.numel() // max(1, width),
-        x.numel() // _PART,
-    )
+    _run(_add_rms_norm, _add_rms_norm_parts, given, x)
 
 
 def rotate_(
@@ -214,4 +208,4 @@ def rotate_(
     given = (
         _values(flat), stride, width // dim, dim, positions.numpy(), array(table), halves,
     )  # fmt: skip
-    in_parts(_rotate, _rotate_parts, given, n, x.numel() // _PART)
+    _run(_rotate, _rotate_parts, given, x)

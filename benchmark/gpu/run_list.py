@@ -6,8 +6,8 @@
 
 A command starts if its minutes are left, or the least that it can use, and is ended when
 they are over. One that fails does not keep the next from running. What a command prints goes
-to ``DIR/NAME.log`` as it comes, and its state to ``DIR/status.jsonl``. The same call again goes on where the last one
-was ended: commands that are done, or failed, do not run again unless ``--only`` names them.
+to ``DIR/NAME.log`` as it comes, and its state to ``DIR/status.jsonl``. The same call again
+runs the rest: commands that are done, or failed, do not run again unless ``--only`` names them.
 
 Packages that ``carry.py unpack`` has put into a folder are found with ``--site``. ``--bundle
 FILE`` keeps everything in DIR in one archive that is written anew after each command, and

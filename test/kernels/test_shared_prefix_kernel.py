@@ -459,6 +459,7 @@ def test_values_of_one_packed_request_reach_no_other() -> None:
     batch = make_batch(**PACKABLE, heads=(8, 2))  # type: ignore[arg-type]
     plan = make_planner(batch, config=FEW_PLACES).plan(*batch.planned())
     packed = plan.task_table[plan.task_table[:, fields.TAIL_OF] == fields.PACKED]
+    assert len(packed) and (packed[:, fields.COUNT] > 1).any()
     broken = plan.gather[packed[:, fields.START]]
     last = batch.table[batch.table_row[broken], batch.kv_len[broken] - 1]
     batch.k_cache[last], batch.v_cache[last] = torch.nan, torch.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import atexit
 import gc
 import logging
@@ -11,7 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,24 @@ if HELPERS not in _paths:
 # But this process looks for garbage as often as ever, so that a file or connection that
 # a test left open is found in that test, not in some later one.
 gc.set_threshold(700, 10, 10)
+
+if sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_info < (3, 12, 1):
+    # There, CPython counts the depth of the tree it builds for the whole process: one
+    # that another thread parses meanwhile fails both (gh-106905). Threads only switch
+    # within a tree where garbage is collected.
+    _parse = ast.parse
+
+    @wraps(_parse)
+    def _parse_without_a_switch(*args: Any, **kwargs: Any) -> Any:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return _parse(*args, **kwargs)
+        finally:
+            if collects:
+                gc.enable()
+
+    ast.parse = _parse_without_a_switch  # type: ignore[assignment]
 
 SRT = Path(__file__).parent / "srt"
 _EXIT_STATUS = pytest.StashKey[int]()

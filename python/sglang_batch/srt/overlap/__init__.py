@@ -1,1 +1,0 @@
-"""Mixed steps as two forwards at the same time: decodes and prompts."""

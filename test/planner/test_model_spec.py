@@ -11,7 +11,7 @@ from tiny_models import tiny_config, tiny_model
 from sglang_batch.errors import ConfigError
 from sglang_batch.planner.costs.cost_model import CostModel, kv_capacity_tokens
 from sglang_batch.planner.costs.hardware import hardware
-from sglang_batch.planner.costs.model_spec import ModelSpec
+from sglang_batch.planner.costs.model_spec import ModelSpec, counted_model
 from sglang_batch.planner.machine_model import second_pool
 from sglang_batch.prediction.models import MODELS
 
@@ -258,8 +258,6 @@ def test_kv_dtype() -> None:
 
     assert kv_bytes(kv_dtype="auto") == kv_bytes(kv_dtype="bfloat16") == 131072
     assert kv_bytes(kv_dtype="fp8") == kv_bytes(kv_dtype="fp8_e4m3") == 65536
-    assert kv_bytes(weight_dtype="float32") == 262144
-    assert kv_bytes(weight_dtype="fp8") == 131072
     with pytest.raises(ConfigError, match="dtype='fp7' is not known"):
         kv_bytes(kv_dtype="fp7")
 
@@ -268,12 +266,9 @@ def weight_gb(config: dict[str, Any], **settings: str) -> float:
     return ModelSpec.from_hf_config(config, **settings).weight_bytes / 1e9
 
 
-def test_weight_dtype() -> None:
+def test_the_dtype_of_weights() -> None:
     plain = 2 * 8.030261248
-    in_layers = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) / 1e9
-    assert weight_gb(LLAMA_8B, weight_dtype="auto") == pytest.approx(plain)
-    assert weight_gb(LLAMA_8B, weight_dtype="float32") == pytest.approx(2 * plain)
-    assert weight_gb(LLAMA_8B, weight_dtype="fp8") == pytest.approx(plain - in_layers)
+    assert weight_gb(LLAMA_8B) == pytest.approx(plain)
     # Engines load a float32 checkpoint in 16 bits. A torch dtype prints its module.
     for stored in ("float32", "torch.float16"):
         assert weight_gb(LLAMA_8B | {"torch_dtype": stored}) == pytest.approx(plain)
@@ -420,11 +415,15 @@ def test_mxfp4_quantises_the_experts_only() -> None:
     assert weight_gb(MIXTRAL_8X7B) - weight_gb(config) == pytest.approx(saved)
 
 
-def test_a_quantisation_without_bits_asks_for_a_dtype() -> None:
+def test_a_quantisation_without_bits_is_counted_with_16(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     config = LLAMA_8B | {"quantization_config": {"quant_method": "new"}}
-    with pytest.raises(ConfigError, match=r"quantization 'new'.*give weight_dtype"):
+    with pytest.raises(ConfigError, match=r"quantization 'new', only for .*\bawq\b"):
         ModelSpec.from_hf_config(config)
-    assert weight_gb(config, weight_dtype="int4") < weight_gb(LLAMA_8B)
+    found = counted_model(config, kv_dtype="fp8", quantization=None)
+    assert found == ModelSpec.from_hf_config(LLAMA_8B, kv_dtype="fp8")
+    assert "weights of 16 bits" in caplog.text
 
 
 def test_the_language_model_of_a_multimodal_one() -> None:

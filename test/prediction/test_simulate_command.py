@@ -73,6 +73,18 @@ def test_quantised_weights_and_kv_are_counted(
     assert kv["kv_capacity_tokens"] > 2 * plain["kv_capacity_tokens"]
 
 
+def test_a_checkpoint_quantised_in_an_unknown_way_counts_with_16_bits(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = dict(MODELS["llama-3-8b"])
+    found = []
+    for stored in ({}, {"quantization_config": {"quant_method": "new"}}):
+        (tmp_path / "config.json").write_text(json.dumps(config | stored))
+        options = (*GROUPS, "--policies", "dfs", "--model-path", str(tmp_path))
+        found.append(simulate(capsys, *options)["machine"])
+    assert found[0] == found[1]
+
+
 def test_no_number_of_the_json_is_infinite(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..planner.costs.hardware import Parallelism
-from ..planner.costs.model_spec import ModelSpec
+from ..planner.costs.model_spec import ModelSpec, counted_model
 from ..planner.costs.step_costs import step_costs
 from ..planner.ordering.order import OrderSettings
 from .machine_choice import choose, make_machine, named_device
@@ -106,8 +106,11 @@ def _counted(
     quantization: str | None = None,
     kv_dtype: str | None = None,
 ) -> ModelSpec:
-    return ModelSpec.from_hf_config(
+    quantization = quantization or options.quantization
+    # A method that is asked for must be known. That of a checkpoint is what it is.
+    count = counted_model if quantization is None else ModelSpec.from_hf_config
+    return count(
         config,
         kv_dtype=kv_dtype or options.kv_cache_dtype,
-        quantization=quantization or options.quantization,
+        quantization=quantization,
     )

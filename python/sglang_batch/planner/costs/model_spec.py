@@ -329,8 +329,8 @@ class ModelSpec:
         config: Config,
         *,
         kv_dtype: str | None = None,
-        weight_dtype: str | None = None,
         quantization: str | None = None,
+        quantised: bool = True,
     ) -> ModelSpec:
         """Count a decoder-only model from its Hugging Face ``config.json``.
 
@@ -344,13 +344,13 @@ class ModelSpec:
             config: the parsed ``config.json``, or ``PretrainedConfig.to_dict()``, which
                 also has the keys that a file may leave at their defaults.
             kv_dtype: dtype of the KV cache. None or ``"auto"``: that of the activations.
-            weight_dtype: dtype of all weights, instead of the one in ``config``. With
-                fewer than 16 bits, only of the matrices inside the layers. None or
-                ``"auto"``: as stored, float32 as 16 bits, as engines load it.
             quantization: SGLang's ``--quantization``, for a checkpoint that is not.
+            quantised: False: weights have the bits of those that no method quantises.
+                float32 counts as 16 bits, as engines load it.
 
         Raises:
-            ConfigError: a key is missing, or the kind of model is unknown.
+            ConfigError: a key is missing, or the kind of model is unknown
+                (UnknownQuantisation: the size of a weight).
         """
         encoder_flops = encoder_flops_per_token(config)
         config = text_config(config)
@@ -358,7 +358,10 @@ class ModelSpec:
         stored = dtype_bits(
             config.get("torch_dtype") or config.get("dtype") or "bfloat16"
         )
-        bits = weight_bits(config, weight_dtype, min(stored, 16), quantization)
+        plain = min(stored, 16)
+        bits = WeightBits(plain, plain, plain)
+        if quantised:
+            bits = weight_bits(config, plain, quantization)
         kv_bits = bits.plain if kv_dtype in (None, "auto") else dtype_bits(kv_dtype)
         return _count(config, bits, kv_bits, encoder_flops)
 
@@ -531,4 +534,4 @@ def counted_model(
         return count(config, kv_dtype=kv_dtype, quantization=quantization)
     except UnknownQuantisation as error:
         logger.warning("Planning with weights of 16 bits: %s", error)
-        return count(config, kv_dtype=kv_dtype, weight_dtype="bfloat16")
+        return count(config, kv_dtype=kv_dtype, quantised=False)

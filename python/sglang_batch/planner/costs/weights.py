@@ -77,25 +77,17 @@ def dtype_bits(dtype: object) -> float:
     return _DTYPE_BITS[name]
 
 
-def weight_bits(
-    config: Config, weight_dtype: str | None, plain: float, quantization: str | None
-) -> WeightBits:
+def weight_bits(config: Config, plain: float, quantization: str | None) -> WeightBits:
     """How a model's weights are stored.
 
     Args:
         config: a ``config.json``, which may have a ``quantization_config``.
-        weight_dtype: a dtype to use instead. None or ``"auto"``: as configured.
         plain: bits of a weight that is not quantised.
         quantization: SGLang's ``--quantization``, for a checkpoint that is not.
 
     Raises:
-        ConfigError: the dtype is unknown (UnknownQuantisation: the size of a weight).
+        UnknownQuantisation: the size of a weight is unknown.
     """
-    if weight_dtype not in (None, "auto"):
-        given = dtype_bits(weight_dtype)
-        if given >= 16:
-            return WeightBits(given, given, given)
-        return WeightBits(plain, given, given)
     stored = config.get("quantization_config") or {}
     method = str(stored.get("quant_method") or quantization or "").lower()
     if method in ("", "unquant"):
@@ -119,7 +111,7 @@ def _quantised(method: str, stored: Config) -> tuple[float, float, int]:
         if not bits:
             raise UnknownQuantisation(
                 "quantization_config with quant_method='compressed-tensors' does not say "
-                "the bits of a weight; give weight_dtype."
+                "the bits of a weight."
             )
         each = _in_groups(bits, group)
         if weights.get("type") == "float" and group:
@@ -133,7 +125,7 @@ def _quantised(method: str, stored: Config) -> tuple[float, float, int]:
     if method not in _METHODS:
         raise UnknownQuantisation(
             f"the bits of a weight are not known for quantization {method!r}, only for "
-            f"{', '.join(sorted(_METHODS.keys() | _BY_GROUPS))}; give weight_dtype."
+            f"{', '.join(sorted(_METHODS.keys() | _BY_GROUPS))}."
         )
     attention, feed_forward, rate_bits = _METHODS[method]
     if block := stored.get("weight_block_size"):

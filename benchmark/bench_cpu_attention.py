@@ -24,7 +24,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 
 from sgl_kernel_ext.block_attention import block_size
 from sgl_kernel_ext.decode_attention import attend_decodes
-from sglang_batch.srt.cpu import step_attention
+from sgl_kernel_ext.host_kernels import array
 from sglang_batch.srt.cpu.step_attention import StepAttention
 
 SLOTS, OWN = 40_000, 20
@@ -85,9 +85,8 @@ class Step:
 
     def ours(self, worth: int, most: int | None = None) -> float:
         """Milliseconds, where prefixes of so much worth are read once, in blocks of so many."""
-        step_attention._WORTH = worth
         size = self.most if most is None else most
-        made = StepAttention(self.table, self.rows, self.ends, self.counts, size)
+        made = StepAttention(self.table, self.rows, self.ends, self.counts, size, worth)
         return milliseconds(lambda: made.attend(self.q, *self.kv, 0.1, None))
 
     def one_by_one(self) -> float:
@@ -95,12 +94,11 @@ class Step:
         first = self.ends[0] - self.count
         end, tokens = np.arange(first, self.ends[0]) + 1, np.arange(self.count)
         rows, begin = np.zeros_like(tokens), np.zeros_like(tokens)
-        out = torch.empty(self.q.shape)
-        lse = torch.full(self.q.shape[:2], float("-inf"))
-        at = self.table, rows, tokens, begin, end
-        return milliseconds(
-            lambda: attend_decodes(self.q, *self.kv, *at, 0.1, out, lse)
-        )
+        out = np.empty(self.q.shape, np.float32)
+        lse = np.full(self.q.shape[:2], -np.inf, np.float32)
+        q, k, v = map(array, (self.q, *self.kv))
+        at = self.table.numpy(), rows, tokens, begin, end
+        return milliseconds(lambda: attend_decodes(q, k, v, *at, 0.1, out, lse))
 
     def stock(self) -> float:
         """Milliseconds of SGLang's."""

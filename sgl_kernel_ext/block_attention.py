@@ -6,18 +6,21 @@ So a value of K or V is loaded once for all of them, from where it is in the cac
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from numba import prange
+from typing import Any
 
+import numpy as np
+from numba import prange, types
+from numba.extending import overload
+
+from .bfloat_pairs import HAS_PAIRS, add_pairs
 from .host_kernels import (
-    array,
     as_float,
     in_parts,
     inlined,
     jit,
     negative_exp,
     parallel,
+    rounded,
 )
 
 # Most lanes of a block, and those of the widest vectors.
@@ -97,6 +100,133 @@ def _add(value0, value1, value2, value3, weights, sums, row, dim, lanes):  # typ
             sums[y + _ROW2], sums[y + _ROW3] = sum2, sum3
 
 
+def _queries(q: Any, k: Any, dim: int) -> Any:
+    """The queries of a block: of each value, or of each pair of bfloat16, its lanes."""
+    raise NotImplementedError("only compiled code calls it")
+
+
+@overload(_queries, inline="always")
+def _compiled_queries(q, k, dim):  # type: ignore[no-untyped-def]
+    if HAS_PAIRS and q.dtype == k.dtype == types.uint16:
+        return lambda q, k, dim: np.zeros(dim // 2 * LANES, np.uint32)
+    return lambda q, k, dim: np.zeros(dim * LANES, np.float32)
+
+
+def _put(queries: Any, lane: int, query: Any, scale: float) -> None:
+    """Put a query in its lane."""
+    raise NotImplementedError("only compiled code calls it")
+
+
+@overload(_put, inline="always")
+def _compiled_put(queries, lane, query, scale):  # type: ignore[no-untyped-def]
+    def put_values(queries, lane, query, scale):  # type: ignore[no-untyped-def]
+        for d in range(len(query)):
+            queries[d * LANES + lane] = as_float(query[d]) * scale
+
+    def put_pairs(queries, lane, query, scale):  # type: ignore[no-untyped-def]
+        for d in range(len(query) // 2):
+            queries[d * LANES + lane] = _pair(query[2 * d], query[2 * d + 1])
+
+    return put_values if queries.dtype == types.float32 else put_pairs
+
+
+@inlined
+def _pair(low, high):  # type: ignore[no-untyped-def]
+    """Two bfloat16 as a processor multiplies them."""
+    return np.uint32(low) | np.uint32(high) << np.uint32(16)
+
+
+def _weigh_keys(
+    k: Any, slots: Any, tile: int, count: int, last: int, kv_head: int,
+    queries: Any, logits: Any, dim: int, lanes: int, scale: float,
+) -> None:  # fmt: skip
+    """Logits of the keys of a tile."""
+    raise NotImplementedError("only compiled code calls it")
+
+
+@overload(_weigh_keys, inline="always")
+def _compiled_weigh_keys(  # type: ignore[no-untyped-def]
+    k, slots, tile, count, last, kv_head, queries, logits, dim, lanes, scale
+):
+    def by_values(  # type: ignore[no-untyped-def]
+        k, slots, tile, count, last, kv_head, queries, logits, dim, lanes, scale
+    ):
+        for i in range(0, count, 4):
+            key0, key1, key2, key3 = _heads(k, slots, tile + i, last, kv_head)
+            _multiply(
+                key0, key1, key2, key3, queries, logits,
+                np.uint64(i * LANES), np.uint64(dim), np.uint64(lanes),
+            )  # fmt: skip
+
+    def by_pairs(  # type: ignore[no-untyped-def]
+        k, slots, tile, count, last, kv_head, queries, logits, dim, lanes, scale
+    ):
+        logits[: count * LANES] = np.float32(0)
+        for i in range(0, count, 4):
+            key0, key1, key2, key3 = _heads(k, slots, tile + i, last, kv_head)
+            add_pairs(
+                key0.ctypes.data, key1.ctypes.data, key2.ctypes.data, key3.ctypes.data,
+                4, queries.ctypes.data, logits.ctypes.data + i * LANES * 4, LANES * 4,
+                dim // 2, lanes // _VECTOR,
+            )  # fmt: skip
+        for i in range(count):
+            row = logits[i * LANES : i * LANES + lanes]
+            for lane in range(lanes):
+                row[lane] *= scale
+
+    return by_values if queries.dtype == types.float32 else by_pairs
+
+
+def _add_values(
+    v: Any, slots: Any, tile: int, count: int, last: int, kv_head: int,
+    queries: Any, weights: Any, sums: Any, pairs: Any, dim: int, lanes: int,
+) -> None:  # fmt: skip
+    """Add the values of a tile by their weights."""
+    raise NotImplementedError("only compiled code calls it")
+
+
+@overload(_add_values, inline="always")
+def _compiled_add_values(  # type: ignore[no-untyped-def]
+    v, slots, tile, count, last, kv_head, queries, weights, sums, pairs, dim, lanes
+):
+    def by_values(  # type: ignore[no-untyped-def]
+        v, slots, tile, count, last, kv_head, queries, weights, sums, pairs, dim, lanes
+    ):
+        for i in range(0, count, 4):
+            value0, value1, value2, value3 = _heads(v, slots, tile + i, last, kv_head)
+            _add(
+                value0, value1, value2, value3, weights, sums,
+                np.uint64(i * LANES), np.uint64(dim), np.uint64(lanes),
+            )  # fmt: skip
+
+    def by_pairs(  # type: ignore[no-untyped-def]
+        v, slots, tile, count, last, kv_head, queries, weights, sums, pairs, dim, lanes
+    ):
+        values, rounded_weights = pairs[: dim * count // 2], pairs[dim * _TILE // 2 :]
+        for i in range(0, count, 4):
+            value0, value1, value2, value3 = _heads(v, slots, tile + i, last, kv_head)
+            first = values[i // 2 * dim : (i // 2 + 1) * dim]
+            second = values[(i // 2 + 1) * dim : (i // 2 + 2) * dim]
+            for d in range(dim):
+                first[d] = _pair(value0[d], value1[d])
+            for d in range(dim):
+                second[d] = _pair(value2[d], value3[d])
+        for i in range(0, count, 2):
+            low = weights[i * LANES : i * LANES + lanes]
+            high = weights[(i + 1) * LANES : (i + 1) * LANES + lanes]
+            both = rounded_weights[i // 2 * LANES : i // 2 * LANES + lanes]
+            for lane in range(lanes):
+                both[lane] = _pair(rounded(low[lane], v), rounded(high[lane], v))
+        for d in range(0, dim, 4):
+            at = values.ctypes.data + 4 * d
+            add_pairs(
+                at, at + 4, at + 8, at + 12, 4 * dim, rounded_weights.ctypes.data,
+                sums.ctypes.data + d * LANES * 4, LANES * 4, count // 2, lanes // _VECTOR,
+            )  # fmt: skip
+
+    return by_values if queries.dtype == types.float32 else by_pairs
+
+
 @inlined
 def _weigh(logits, most, weight, factor, count, lanes):  # type: ignore[no-untyped-def]
     """Turn logits of ``count`` keys into weights, and add these to those of all keys before,
@@ -123,8 +253,9 @@ def _attend(  # type: ignore[no-untyped-def]
 ):
     """Attention of the blocks ``first`` to ``last``, as :func:`attend_blocks`."""
     dim, group = q.shape[2], q.shape[1] // k.shape[1]
-    width = np.uint64(dim)
-    queries = np.zeros(dim * LANES, np.float32)
+    queries = _queries(q, k, dim)
+    # Two by two, the values of a tile and their weights, where these are multiplied so.
+    pairs = np.zeros(_TILE // 2 * (dim + LANES), np.uint32)
     sums = np.zeros(dim * LANES, np.float32)
     logits = np.zeros(_TILE * LANES, np.float32)
     most = np.zeros(LANES, np.float32)
@@ -149,20 +280,16 @@ def _attend(  # type: ignore[no-untyped-def]
                 known = lse[token, head] > _LOWEST
                 most[lane] = lse[token, head] if known else _LOWEST
                 weight[lane] = 1.0 if known else 0.0
+                _put(queries, lane, q[token, head], scale)
                 for d in range(dim):
-                    x = d * LANES + lane
-                    queries[x] = as_float(q[token, head, d]) * scale
-                    sums[x] = out[token, head, d] if known else np.float32(0)
+                    before = out[token, head, d] if known else np.float32(0)
+                    sums[d * LANES + lane] = before
             for tile in range(lowest, highest, _TILE):
                 count = (min(_TILE, highest - tile) + 3) // 4 * 4
-                for i in range(0, count, 4):
-                    key0, key1, key2, key3 = _heads(
-                        k, slots, tile + i, highest - 1, kv_head
-                    )
-                    _multiply(
-                        key0, key1, key2, key3,
-                        queries, logits, np.uint64(i * LANES), width, np.uint64(lanes),
-                    )  # fmt: skip
+                _weigh_keys(
+                    k, slots, tile, count, highest - 1, kv_head, queries, logits, dim,
+                    lanes, scale,
+                )  # fmt: skip
                 if tile < seen_from or tile + count > seen_to:
                     for i in range(count):
                         for lane in range(lanes):
@@ -173,14 +300,10 @@ def _attend(  # type: ignore[no-untyped-def]
                     total = sums[d * LANES : d * LANES + lanes]
                     for lane in range(lanes):
                         total[lane] *= factor[lane]
-                for i in range(0, count, 4):
-                    value0, value1, value2, value3 = _heads(
-                        v, slots, tile + i, highest - 1, kv_head
-                    )
-                    _add(
-                        value0, value1, value2, value3,
-                        logits, sums, np.uint64(i * LANES), width, np.uint64(lanes),
-                    )  # fmt: skip
+                _add_values(
+                    v, slots, tile, count, highest - 1, kv_head, queries, logits, sums,
+                    pairs, dim, lanes,
+                )  # fmt: skip
             for lane in range(number):
                 token, head = of[lane // group], kv_head * group + lane % group
                 lse[token, head] = most[lane] + np.log(weight[lane])
@@ -200,25 +323,25 @@ def _attend_parts(  # type: ignore[no-untyped-def]
 
 
 def attend_blocks(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    table: torch.Tensor,
+    q: np.ndarray,
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+    table: np.ndarray,
     rows: np.ndarray,
     blocks: np.ndarray,
     tokens: np.ndarray,
     begin: np.ndarray,
     end: np.ndarray,
     scale: float,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    out: np.ndarray,
+    lse: np.ndarray,
 ) -> None:
     """Attention of tokens, each to its part of the KV that its block reads.
 
     Args:
-        q: ``[n, num_heads, head_dim]``, of a dtype in ``DTYPES``. A head has a multiple of four
-            values.
-        k_cache, v_cache: ``[num_slots, num_kv_heads, head_dim]``, of a dtype in ``DTYPES``.
+        q: ``[n, num_heads, head_dim]``, as :func:`.host_kernels.array` has a tensor, as all
+            values here. A head has a multiple of four.
+        k_cache, v_cache: ``[num_slots, num_kv_heads, head_dim]``.
         table: int32 ``[rows, max_tokens]``, the slot of each position of a row.
         rows: int64 ``[num_blocks]``, the row that each block reads.
         blocks: int64 ``[num_blocks + 1]``, where the tokens of each block begin and end. A block
@@ -232,11 +355,11 @@ def attend_blocks(
             and then of all.
     """
     arrays = (
-        array(q), array(k_cache), array(v_cache), table.numpy(), rows, blocks, tokens, begin,
-        end, np.float32(scale), out.numpy(), lse.numpy(),
+        q, k_cache, v_cache, table, rows, blocks, tokens, begin, end, np.float32(scale),
+        out, lse,
     )  # fmt: skip
     pairs = np.cumsum((end - begin)[tokens])
-    most = int(pairs[-1]) * q[0].numel() // _PART
+    most = int(pairs[-1]) * q[0].size // _PART
     in_parts(_attend, _attend_parts, arrays, len(rows), most, pairs[blocks[1:] - 1])
 
 

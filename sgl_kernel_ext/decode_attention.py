@@ -7,11 +7,9 @@ together. The rest continues from that result, by its log-sum-exp.
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numba import prange
 
 from .host_kernels import (
-    array,
     as_float,
     in_parts,
     inlined,
@@ -159,17 +157,17 @@ def _attend_parts(  # type: ignore[no-untyped-def]
 
 
 def attend_decodes(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    table: torch.Tensor,
+    q: np.ndarray,
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+    table: np.ndarray,
     rows: np.ndarray,
     tokens: np.ndarray,
     begin: np.ndarray,
     end: np.ndarray,
     scale: float,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    out: np.ndarray,
+    lse: np.ndarray,
 ) -> None:
     """Attention of single tokens, each to its part of the KV of its request.
 
@@ -180,9 +178,8 @@ def attend_decodes(
         lse: is not written.
     """
     arrays = (
-        array(q), array(k_cache), array(v_cache), table.numpy(), rows, tokens, begin,
-        end, np.float32(scale), out.numpy(), lse.numpy(),
+        q, k_cache, v_cache, table, rows, tokens, begin, end, np.float32(scale), out, lse,
     )  # fmt: skip
     pairs = np.cumsum((end - begin)[tokens])
-    most = int(pairs[-1]) * q[0].numel() // _PART if len(tokens) else 0
+    most = int(pairs[-1]) * q[0].size // _PART if len(tokens) else 0
     in_parts(_attend, _attend_parts, arrays, len(tokens), most, pairs)

@@ -131,11 +131,49 @@ def _rotate_parts(  # type: ignore[no-untyped-def]
 
 
 @jit
+def _rotate_and_store(  # type: ignore[no-untyped-def]
+    x, q_norm, k_norm, epsilon, positions, table, halves, q, k, v, slots, first, last
+):
+    heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
+    stride = (heads + 2 * kv_heads) * dim
+    for row in range(first, last):
+        own = x[row * stride : (row + 1) * stride]
+        if len(q_norm):
+            queries, keys = own[: heads * dim], own[heads * dim :]
+            _rms_norm(queries, q_norm, epsilon, queries, dim, 0, heads)
+            _rms_norm(keys, k_norm, epsilon, keys, dim, 0, kv_heads)
+        _rotate(
+            x, stride, heads + kv_heads, dim, positions, table, halves, row, row + 1
+        )
+        slot = slots[row]
+        for head in range(heads):
+            for i in range(dim):
+                q[row, head, i] = own[head * dim + i]
+        for head in range(kv_heads):
+            key = own[(heads + head) * dim :]
+            value = own[(heads + kv_heads + head) * dim :]
+            for i in range(dim):
+                k[slot, head, i] = key[i]
+                v[slot, head, i] = value[i]
+
+
+@parallel
+def _rotate_and_store_parts(  # type: ignore[no-untyped-def]
+    x, q_norm, k_norm, epsilon, positions, table, halves, q, k, v, slots, cuts
+):
+    for part in prange(len(cuts) - 1):
+        _rotate_and_store(
+            x, q_norm, k_norm, epsilon, positions, table, halves, q, k, v, slots,
+            cuts[part], cuts[part + 1],
+        )  # fmt: skip
+
+
+@jit
 def _are_within(positions, size):  # type: ignore[no-untyped-def]
     return positions.min() >= 0 and positions.max() < size
 
 
-def _values(x: torch.Tensor) -> np.ndarray[Any, Any]:
+def values_of(x: torch.Tensor) -> np.ndarray[Any, Any]:
     """All values of a contiguous tensor, one after the other, as numba reads them."""
     return array(x).reshape(-1)
 
@@ -144,28 +182,36 @@ def _run(
     kernel: Callable[..., None],
     parts: Callable[..., None],
     given: tuple[Any, ...],
-    x: torch.Tensor,
+    rows: int,
+    width: int,
 ) -> None:
-    """Call a kernel for the rows of a tensor."""
-    values = x.numel()
-    in_parts(kernel, parts, given, values // max(1, x.shape[-1]), values // _PART)
+    """Call a kernel for rows of so many values."""
+    in_parts(kernel, parts, given, rows, rows * width // _PART)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` of a contiguous ``[..., 2 * width]`` with gates first: ``[..., width]``."""
     width = x.shape[-1] // 2
     out = x.new_empty((*x.shape[:-1], width))
-    given = (_values(x), _values(out), width)
-    _run(_silu_and_mul, _silu_and_mul_parts, given, out)
+    silu_and_mul_values(values_of(x), values_of(out), width)
     return out
+
+
+def silu_and_mul_values(x: np.ndarray, out: np.ndarray, width: int) -> None:
+    """:func:`silu_and_mul` of values as :func:`values_of` has them."""
+    rows = len(out) // max(1, width)
+    _run(_silu_and_mul, _silu_and_mul_parts, (x, out, width), rows, width)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """``x / sqrt(mean(x ** 2) + epsilon) * weight`` of a contiguous ``[..., width]``."""
     width = x.shape[-1]
     out = torch.empty_like(x)
-    given = (_values(x), _values(weight), np.float32(epsilon), _values(out), width)
-    _run(_rms_norm, _rms_norm_parts, given, x)
+    given = (
+        values_of(x), values_of(weight), np.float32(epsilon), values_of(out), width,
+    )  # fmt: skip
+    rows = x.numel() // max(1, width)
+    _run(_rms_norm, _rms_norm_parts, given, rows, width)
     return out
 
 
@@ -176,9 +222,17 @@ def add_rms_norm_(
 
     x, residual: contiguous ``[..., width]``. The norm is that of the sum before it is rounded.
     """
-    width = x.shape[-1]
-    given = (_values(x), _values(residual), _values(weight), np.float32(epsilon), width)
-    _run(_add_rms_norm, _add_rms_norm_parts, given, x)
+    add_rms_norm_values(values_of(x), values_of(residual), values_of(weight), epsilon)
+
+
+def add_rms_norm_values(
+    x: np.ndarray, residual: np.ndarray, weight: np.ndarray, epsilon: float
+) -> None:
+    """:func:`add_rms_norm_` of values as :func:`values_of` has them."""
+    width = len(weight)
+    given = (x, residual, weight, np.float32(epsilon), width)
+    rows = len(x) // max(1, width)
+    _run(_add_rms_norm, _add_rms_norm_parts, given, rows, width)
 
 
 def rotate_(
@@ -201,11 +255,46 @@ def rotate_(
     n, width = x.shape
     if not n:
         return
-    if not _are_within(positions.numpy(), len(table)):
-        raise IndexError("a position is not in the table of angles")
+    angles = array(table)
+    check_positions(positions.numpy(), angles)
     stride = x.stride(0)
     flat = x.as_strided(((n - 1) * stride + width,), (1,))
     given = (
-        _values(flat), stride, width // dim, dim, positions.numpy(), array(table), halves,
+        values_of(flat), stride, width // dim, dim, positions.numpy(), angles, halves,
     )  # fmt: skip
-    _run(_rotate, _rotate_parts, given, x)
+    _run(_rotate, _rotate_parts, given, n, width)
+
+
+def check_positions(positions: np.ndarray, table: np.ndarray) -> None:
+    """Raise IndexError if one of the positions, at least one, is no row of the table."""
+    if not _are_within(positions, len(table)):
+        raise IndexError("a position is not in the table of angles")
+
+
+def rotate_and_store(
+    x: np.ndarray,
+    norms: tuple[np.ndarray, np.ndarray, float],
+    angles: tuple[np.ndarray, np.ndarray, bool],
+    q: np.ndarray,
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+    slots: np.ndarray,
+) -> None:
+    """Norm and rotate the queries and keys of tokens, and put keys and values in the cache.
+
+    Args:
+        x: ``[n * (num_heads + 2 * num_kv_heads) * dim]``, of each token its queries, keys and
+            values, as :func:`values_of` has them. Overwritten.
+        norms: the weights ``[dim]`` of the norms of a head of queries and of one of keys, empty
+            if there are none, and their epsilon.
+        angles: positions and table of :func:`rotate_`, checked, and its ``halves``.
+        q: ``[n, num_heads, dim]``, the queries, overwritten.
+        k_cache, v_cache: ``[num_slots, num_kv_heads, dim]``.
+        slots: int64 ``[n]``.
+    """
+    q_norm, k_norm, epsilon = norms
+    given = (
+        x, q_norm, k_norm, np.float32(epsilon), *angles, q, k_cache, v_cache, slots,
+    )  # fmt: skip
+    width = len(x) // max(1, len(q))
+    _run(_rotate_and_store, _rotate_and_store_parts, given, len(q), width)

@@ -11,6 +11,9 @@ from tiny_models import VOCAB, tiny_model
 
 WINDOW = 32
 CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
     "gpt_oss": {
         "num_hidden_layers": 3,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +22,11 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import (
 from torch.nn import functional
 
 from sgl_kernel_ext import block_attention, decode_attention
+from sgl_kernel_ext.bfloat_pairs import HAS_PAIRS
 from sgl_kernel_ext.block_attention import attend_blocks, block_size
 from sgl_kernel_ext.decode_attention import attend_decodes
-from sglang_batch.srt.cpu import packed_linears, step_attention
+from sgl_kernel_ext.host_kernels import array
+from sglang_batch.srt.cpu import packed_linears
 from sglang_batch.srt.cpu.cpu_attention import FastAttention, attend
 from sglang_batch.srt.cpu.step_attention import StepAttention, shared_spans
 
@@ -96,14 +102,12 @@ def test_all_requests_of_a_step_at_once(
     shape: tuple[int, int, int],
     tolerance: float,
     worth: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_attention, "_WORTH", worth)
     for seed in range(3):
         step = Step(seed, kind)
         q, k, v = step.tensors(dtype, *shape)
         size = (1, 5, block_size(*shape[:2]))[seed]
-        ours = StepAttention(step.table, step.rows, step.ends, step.counts, size)
+        ours = StepAttention(step.table, step.rows, step.ends, step.counts, size, worth)
         found = ours.attend(q, k, v, 0.25, window)
         wanted = step.expected(q, k, v, window)
         torch.testing.assert_close(
@@ -133,16 +137,66 @@ def test_spans_have_the_same_slots_and_save_enough() -> None:
                 assert spans == []
 
 
-def test_numbers_that_are_none_stay_with_their_request() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)]
+)
+def test_numbers_that_are_none_stay_with_their_request(
+    dtype: torch.dtype, tolerance: float
+) -> None:
     step = Step(0, "decodes")
-    q, k, v = step.tensors(torch.float32, 4, 2, 32)
+    q, k, v = step.tensors(dtype, 4, 2, 32)
     q[3], q[5] = float("nan"), float("inf")
-    ours = StepAttention(step.table, step.rows, step.ends, step.counts, 3)
+    ours = StepAttention(step.table, step.rows, step.ends, step.counts, 3, 0)
     found = ours.attend(q, k, v, 0.25, None)
     others = [i for i in range(len(q)) if i not in (3, 5)]
     wanted = step.expected(q, k, v, None)
-    torch.testing.assert_close(found[others], wanted[others], atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(
+        found[others], wanted[others], atol=tolerance, rtol=tolerance
+    )
     assert found[3].isnan().all()
+
+
+ATTEND = """
+import sys
+import numpy as np
+from sgl_kernel_ext.bfloat_pairs import HAS_PAIRS
+from sgl_kernel_ext.block_attention import attend_blocks
+with np.load(sys.argv[1]) as given:
+    arrays = [given[f"arr_{i}"] for i in range(len(given))]
+out, lse = np.empty(arrays[0].shape, np.float32), np.full((20, 6), -np.inf, np.float32)
+attend_blocks(*arrays, 0.25, out, lse)
+np.savez(sys.argv[2], HAS_PAIRS, out, lse)
+"""
+
+
+@pytest.mark.skipif(not HAS_PAIRS, reason="the processor has no pairs of bfloat16")
+def test_bfloat16_with_and_without_pairs(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    shapes = (20, 6, 80), (SLOTS, 2, 80), (SLOTS, 2, 80)
+    q, k, v = (
+        torch.from_numpy(random.normal(size=shape)).bfloat16() for shape in shapes
+    )
+    table = random.integers(0, SLOTS, (3, WIDTH), np.int32)
+    rows, blocks = np.array([2, 0]), np.array([0, 13, 20])
+    end = random.integers(300, WIDTH, 20)
+    seen = random.permutation(20), random.integers(0, 290, 20), end
+    arrays = *(array(x) for x in (q, k, v)), table, rows, blocks, *seen
+    np.savez(tmp_path / "given.npz", *arrays)
+    found = []
+    for name in ("", "x86-64-v3"):
+        path = tmp_path / f"found-{name}.npz"
+        subprocess.run(
+            [sys.executable, "-c", ATTEND, tmp_path / "given.npz", path],
+            env=os.environ | {"NUMBA_CPU_NAME": name} if name else None,
+            check=True,
+        )
+        with np.load(path) as read:
+            found.append([read[f"arr_{i}"] for i in range(3)])
+    (with_pairs, *ours), (without, *others) = found
+    assert with_pairs
+    assert not without
+    for one, other in zip(ours, others, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-3, rtol=2e-2)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -170,13 +224,14 @@ def test_tokens_go_on_from_a_part_on_any_number_of_threads(
             lse[i] = logits.logsumexp(-1)
             out[i] = torch.einsum("hk,khd->hd", logits.softmax(-1), values[: begin[i]])
         tokens, seen = np.arange(len(q)), (begin, step.ends)
-        arguments = q, k, v, step.table, step.rows
+        arguments = *(x.numpy() for x in (q, k, v, step.table)), step.rows
+        found = out.numpy(), lse.numpy()
         if together:
             blocks = np.arange(len(q) + 1)
-            attend_blocks(*arguments, blocks, tokens, *seen, 0.25, out, lse)
+            attend_blocks(*arguments, blocks, tokens, *seen, 0.25, *found)
             torch.testing.assert_close(lse, whole, atol=2e-5, rtol=2e-5)
         else:
-            attend_decodes(*arguments, tokens, *seen, 0.25, out, lse)
+            attend_decodes(*arguments, tokens, *seen, 0.25, *found)
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(out, step.expected(q, k, v, None), atol=2e-5, rtol=2e-5)

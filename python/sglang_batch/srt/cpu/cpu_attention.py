@@ -26,7 +26,7 @@ from sgl_kernel_ext.host_kernels import DTYPES
 
 from ...errors import EngineError
 from . import packed_linears
-from .step_attention import StepAttention
+from .step_attention import StepAttention, worth_of
 
 
 def draft_trees(
@@ -123,6 +123,33 @@ class FastAttention(TorchNativeAttnBackend):  # type: ignore[misc]
             return stock(*args, **options)
         return self._attend_step(*rest, None, options=options)
 
+    def step_attention(
+        self,
+        table: torch.Tensor,
+        indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        counts: torch.Tensor | None,
+        size: int,
+        dtype: torch.dtype,
+    ) -> StepAttention:
+        """The attention of the present step, in blocks of at most so many tokens.
+
+        table: ``req_to_token``.
+        indices, seq_lens, counts: of each request its row there, its length, and the tokens
+            that are computed, of which None means one.
+        dtype: of KV.
+        """
+        if self._together is None or self._together[0]() is not seq_lens:
+            self._together = weakref.ref(seq_lens), {}
+        steps = self._together[1]
+        if size not in steps:
+            counts = torch.ones_like(seq_lens) if counts is None else counts
+            each = (x.numpy().astype(np.int64) for x in (indices, seq_lens, counts))
+            at, ends, computed = each
+            worth = worth_of(dtype)
+            steps[size] = StepAttention(table, at, ends, computed, size, worth)
+        return steps[size]
+
     def _attend_step(
         self,
         query: torch.Tensor,
@@ -132,22 +159,13 @@ class FastAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         *rows: Any,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """Attention of one layer.
-
-        rows: ``req_to_token``, and of each request its row there, its length, and the tokens
-            that are computed, of which None means one.
-        """
+        """Attention of one layer, with ``rows`` as :meth:`step_attention` has them."""
         table, indices, seq_lens, counts = rows
-        if self._together is None or self._together[0]() is not seq_lens:
-            self._together = weakref.ref(seq_lens), {}
-        steps, size = self._together[1], block_size(query.shape[1], k_cache.shape[1])
-        if size not in steps:
-            counts = torch.ones_like(seq_lens) if counts is None else counts
-            each = (x.numpy().astype(np.int64) for x in (indices, seq_lens, counts))
-            at, ends, computed = each
-            steps[size] = StepAttention(table, at, ends, computed, size)
+        size = block_size(query.shape[1], k_cache.shape[1])
+        dtype = k_cache.dtype
+        step = self.step_attention(table, indices, seq_lens, counts, size, dtype)
         scale, window = options["scaling"], options.get("sliding_window_size")
-        found = steps[size].attend(query, k_cache, v_cache, scale, window)
+        found = step.attend(query, k_cache, v_cache, scale, window)
         output.copy_(found)
         return output
 

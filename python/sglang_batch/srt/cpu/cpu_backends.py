@@ -23,6 +23,7 @@ from sglang.srt.runtime_context import get_exec
 from sgl_kernel_ext import draft_verification as drafts
 from sgl_kernel_ext import recurrent_layers as kernels
 
+from . import plain_decoder
 from .cpu_attention import BatchInvariantAttention, CpuAttention, FastAttention
 
 # Backends that SGLang chooses for some models whatever the device is.
@@ -56,7 +57,9 @@ def make_backend(model_runner: Any) -> TorchNativeAttnBackend:
     more = model.has_attention_sinks or speculates or model_runner.is_hybrid_swa
     if more or getattr(model.hf_text_config, "attn_logit_softcapping", None):
         return CpuAttention(model_runner)
-    return FastAttention(model_runner)
+    backend = FastAttention(model_runner)
+    plain_decoder.use(model_runner, backend)
+    return backend
 
 
 def register() -> None:

@@ -74,13 +74,23 @@ def _is_supported(weight: torch.Tensor) -> bool:
     return known and on_cpu and is_multiplied(weight.dtype)
 
 
+def packed_weight(layer: torch.nn.Module) -> torch.Tensor | None:
+    """A linear layer's weight in oneDNN's layout, or None if it is multiplied as it is."""
+    return _copies.of(layer) if _copies.are_used else None
+
+
+def version() -> int:
+    """Another number once weights may have changed in place."""
+    return _copies.version
+
+
 def _linear(
     layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor | None:
     """The layer's output for ``[..., in_features]``, or None where it has no copy for it."""
-    if not _copies.are_used or torch.compiler.is_compiling() or not x.numel():
+    if torch.compiler.is_compiling() or not x.numel():
         return None
-    packed = _copies.of(layer)
+    packed = packed_weight(layer)
     if packed is None or x.dtype != packed.dtype:
         return None
     linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise

@@ -13,12 +13,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from sgl_kernel_ext.bfloat_pairs import HAS_PAIRS
 from sgl_kernel_ext.block_attention import attend_blocks
 from sgl_kernel_ext.decode_attention import attend_decodes
+from sgl_kernel_ext.host_kernels import array
 
 # Tokens of a prefix, over all its requests but two, from which on its decodes are faster
 # together, by `benchmark/bench_cpu_attention.py`.
 _WORTH = 1024
+_WORTH_OF_PAIRS = 512  # where the processor multiplies bfloat16
+
+
+def worth_of(dtype: torch.dtype) -> int:
+    """Tokens that a shared prefix must have, over all its requests but two, by their dtype."""
+    return _WORTH_OF_PAIRS if HAS_PAIRS and dtype == torch.bfloat16 else _WORTH
 
 
 class Span(NamedTuple):
@@ -96,6 +104,7 @@ class StepAttention:
     ends: int64 ``[n]``, tokens of each request, with those that are computed in this step.
     counts: int64 ``[n]``, tokens of each that are computed in this step.
     block_size: most tokens that read KV together.
+    worth: see :func:`shared_spans`.
     """
 
     def __init__(
@@ -105,8 +114,9 @@ class StepAttention:
         ends: np.ndarray,
         counts: np.ndarray,
         block_size: int,
+        worth: int,
     ) -> None:
-        self._table = table
+        self._table = table.numpy()
         known = ends - counts
         # Where the tokens of each request begin.
         first = np.cumsum(counts) - counts
@@ -116,7 +126,7 @@ class StepAttention:
         decodes = np.where(counts == 1, known, 0)
         levels: list[list[Span]] = []
         depth = np.zeros(len(rows), np.int64)
-        for span in shared_spans(table.numpy(), rows, decodes, _WORTH):
+        for span in shared_spans(self._table, rows, decodes, worth):
             level = int(depth[span.requests].max())
             depth[span.requests] = level + 1
             levels += [[]] * (level == len(levels))
@@ -155,9 +165,23 @@ class StepAttention:
         Returns:
             float32, with the shape of q.
         """
-        cache = q.contiguous(), k_cache, v_cache, self._table
         out = torch.empty(q.shape, dtype=torch.float32)
-        lse = torch.full(q.shape[:2], float("-inf"))
+        cache = array(q.contiguous()), array(k_cache), array(v_cache)
+        self.attend_values(*cache, scale, window, out.numpy())
+        return out
+
+    def attend_values(
+        self,
+        q: np.ndarray,
+        k_cache: np.ndarray,
+        v_cache: np.ndarray,
+        scale: float,
+        window: int | None,
+        out: np.ndarray,
+    ) -> None:
+        """As :meth:`attend`, of tensors' values as :func:`array` has them, into ``out``."""
+        cache = q, k_cache, v_cache, self._table
+        lse = np.full(q.shape[:2], -np.inf, np.float32)
         begin, end = self._begin, self._end
         if window is not None and window >= 0:
             begin = np.maximum(0, end - 1 - window)
@@ -169,4 +193,3 @@ class StepAttention:
         if len(self._single):
             tokens = self._single_rows, self._single
             attend_decodes(*cache, *tokens, begin, end, scale, out, lse)
-        return out

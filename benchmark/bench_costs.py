@@ -21,7 +21,7 @@ from parts_main import Parts, run_parts
 PARTS = Parts(
     __doc__.partition("\n")[0],
     package="cost_parts",
-    names=("published", "choices", "measured"),
+    names=("published", "choices", "halves", "measured"),
     results="costs.json",
 )
 

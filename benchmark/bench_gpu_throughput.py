@@ -56,7 +56,7 @@ from throughput_jobs import NUM_IDS, ThroughputJob, exactly, groups
 
 from sglang_batch.run.demo_model import write_demo_model
 
-ORDER_ALONE = {"attention": "stock"}
+ORDER_ALONE = {"attention": "stock", "overlap": "off"}
 # Further arguments by name.
 OURS: dict[str, list[str]] = {
     "ours": [],

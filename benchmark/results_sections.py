@@ -79,6 +79,15 @@ HOST_TIME = Saved(
         6: "our own code, p99",
     }
 )
+OVERLAP = Saved(
+    columns={
+        "steps": "steps",
+        "OMP threads": "OpenMP threads",
+        "seconds": "seconds",
+        "from-to": "range",
+        "cpu s": "processor s",
+    }
+)
 ALL = Saved()
 
 SECTIONS = (
@@ -301,6 +310,16 @@ SECTIONS = (
             ),
             ("aligned_dense", ALL),
             ("row_share_cpu", ALL),
+        ],
+    ),
+    Section(
+        "Mixed steps as two forwards",
+        "Job 5 with `dual-scan` and a random Llama of two layers and a hidden size of 1,024, on busy cores. All answers are equal. The last table is an "
+        "estimate of NanoFlow's halves, of which nothing is built.",
+        [
+            ("overlap_one_thread", OVERLAP),
+            ("overlap_two_threads", OVERLAP),
+            ("costs_halves", ALL),
         ],
     ),
     Section(

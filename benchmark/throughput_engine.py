@@ -60,6 +60,7 @@ class Task:
     repeats: how often the engine runs the job, or others in its place, each time with an
         empty cache.
     threads: OpenMP threads of the engine's processes.
+    in_turn: whether a mixed step that is split runs its halves one after the other.
     profile: arguments of SGLang's ``ProfileReq``, to record steps of the job. None: none.
     logprobs: whether answers have the log probabilities of their tokens.
     """
@@ -74,6 +75,7 @@ class Task:
     callers: int | None = None
     repeats: int = 1
     threads: int = 1
+    in_turn: bool = False
     profile: dict[str, Any] | None = None
     logprobs: bool = False
 
@@ -601,7 +603,7 @@ def main() -> None:
     if task.stop_after is not None:
         warm_up = len(WARM_UP_PROMPTS)
         hold = (warm_up, warm_up + len(task.prompts))
-    throughput_probe.install(scratch / STEPS_FILE, hold)
+    throughput_probe.install(scratch / STEPS_FILE, hold, in_turn=task.in_turn)
     run = run_ours if task.ours else run_stock
     for number, found in enumerate(run(task, scratch, started), 1):
         written = scratch / ANSWERS_FILE

@@ -43,19 +43,24 @@ Steps = NDArray[np.void]
 # The child inherits it. Arguments of the process are SGLang's own.
 PATH_VARIABLE = "BENCHMARK_STEPS_FILE"
 HOLD_VARIABLE = "BENCHMARK_HOLD"
+IN_TURN_VARIABLE = "BENCHMARK_HALVES_IN_TURN"
 HOLD_TIMEOUT_S = 600
 
 
-def install(path: Path, hold: tuple[int, int] = (0, 0)) -> None:
+def install(
+    path: Path, hold: tuple[int, int] = (0, 0), *, in_turn: bool = False
+) -> None:
     """Have the engines that this process starts write their steps to ``path``.
 
     hold: ``(first, last)``. Once more than ``first`` requests have arrived, no step is
         made until ``last`` have, so that all of them wait when the next step begins.
+    in_turn: whether split steps run their halves one after the other.
     """
     from sglang.srt.entrypoints.engine import Engine
 
     os.environ[PATH_VARIABLE] = str(path)
     os.environ[HOLD_VARIABLE] = f"{hold[0]}:{hold[1]}"
+    os.environ[IN_TURN_VARIABLE] = "1" if in_turn else ""
     Engine.run_scheduler_process_func = staticmethod(run_scheduler_process)
 
 
@@ -75,6 +80,10 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     probe.wrap(scheduler.Scheduler)
     if scheduler.Scheduler.__name__ == "OfflineScheduler":
         probe.wrap_ours()
+    if os.environ.get(IN_TURN_VARIABLE):
+        from sglang_batch.srt.overlap.batch_halves import ThreadedHalves
+
+        ThreadedHalves.at_once = False
     first, last = map(int, os.environ[HOLD_VARIABLE].split(":"))
     if last:
         hold_back(scheduler.Scheduler, first, last)

@@ -81,6 +81,14 @@ def test_hours_of_other_digits_are_refused(hours: str) -> None:
         OfflineBatchConfig(batch_hours=hours)
 
 
+def test_overlap_is_one_of_its_three_values() -> None:
+    assert OfflineBatchConfig().overlap == "off"
+    for value in ("auto", "on", "off"):
+        assert OfflineBatchConfig(overlap=value).overlap == value
+    with pytest.raises(ConfigError, match="overlap=True is not known; choose one of"):
+        OfflineBatchConfig.from_json('{"overlap": true}')
+
+
 def test_every_setting_is_in_a_section() -> None:
     stable = [field for section in SECTIONS for field in settings_in(section)]
     assert len(stable) <= 30

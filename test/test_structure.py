@@ -56,7 +56,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("compat", "cpu"),
         ("engine",),
         ("calls",),
-        ("attention",),
+        ("attention", "overlap"),
         ("scheduler",),
         ("disaggregation",),
         ("plugin",),

@@ -534,7 +534,8 @@ class OfflineBatchConfig:
     mixed_chunk: bool | None = _experimental(
         None,
         _BOOL,
-        "whether a step may combine decodes and prompts. `null`: with an accelerator",
+        "whether a step may combine decodes and prompts. `null`: with an accelerator, or "
+        'with `overlap` `"on"`',
     )
     sleep_on_idle: bool = _experimental(
         True,
@@ -582,6 +583,12 @@ class OfflineBatchConfig:
         _FROM_1,
         "decode steps after which a waiting request joins first, with `length-aligned` and "
         "`length-tree`. By default never (65,536 in dense batches)",
+    )
+    overlap: str = _experimental(
+        "off",
+        _one_of("off", "auto", "on"),
+        "[mixed steps as two forwards](experimental.md#mixed-steps-as-two-forwards): "
+        '`"on"`, or `"auto"` by a trial',
     )
 
     def __post_init__(self) -> None:

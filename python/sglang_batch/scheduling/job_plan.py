@@ -37,7 +37,7 @@ class StepCost:
     """The times that add up to a step, in seconds; see ``planner.costs.cost_model``.
 
     mixing: when prompts and decodes have steps of their own. None: never.
-    interference_exponent: k of the overlap of a step's parts.
+    interference_exponent: k of the overlap, of whole steps or of two forwards at once.
     light_tokens: most tokens of a step that takes at most ``LIGHT`` times as long as a step of one.
     """
 
@@ -63,7 +63,7 @@ class StepCost:
             cost.padded,
             float(cost.encoder_token_time_s),
             MixingCost.of(cost),
-            float(cost.interference_exponent),
+            float(max(cost.interference_exponent, cost.split_exponent)),
             cost.light_tokens(LIGHT),
         )
 

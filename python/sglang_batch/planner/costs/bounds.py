@@ -8,7 +8,7 @@ sums, BlendServe 2.4: T_o) and no overlap (their sum) are the two limits of the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -64,6 +64,8 @@ def lower_bounds(
         as_sglang: whether the first output token comes with the prompt. Those bounds hold for any
             engine. False: higher ones, of an engine that takes a step for each token.
     """
+    exponent = max(cost.interference_exponent, cost.split_exponent)
+    cost = replace(cost, interference_exponent=exponent)
     d = output_len[tree.order].astype(np.float64)
     if as_sglang:
         d = np.maximum(d - 1.0, 0.0)

@@ -112,6 +112,9 @@ def _at(table: Floats, row: int, column: int, tokens: float) -> float:
     return float(low + (high - low) * ((tokens - begin) / (end - begin)))
 
 
+# A step runs as two forwards only if that is expected to be faster by this share or more.
+MIN_SPLIT_GAIN = 0.05
+
 # SGLang's defaults: ``--mamba-full-memory-ratio``, memory for states over memory for KV, and
 # ``--swa-full-tokens-ratio``, tokens in sliding-window layers over tokens in the others.
 STATES_TO_KV, WINDOWS_TO_KV = 0.9, 0.8
@@ -147,6 +150,8 @@ class CostModel:
         :func:`linear_table`. With it, ``token_time_s`` and ``weight_read_time_s`` only order
         requests and share work out.
     extras: seconds of a step besides its operators.
+    split_exponent: k of :func:`overlapped` for prompts and decodes of a step that runs as two
+        forwards at the same time (``srt.overlap``), where that is faster. 1: none does.
 
     Raises:
         ConfigError: a number is negative or not finite, or the exponent is below 1.
@@ -166,6 +171,7 @@ class CostModel:
     encoder_token_time_s: float = 0.0
     table: Floats | None = dataclasses.field(default=None, compare=False)
     extras: StepExtras = NO_EXTRAS
+    split_exponent: float = 1.0
 
     @property
     def step_table(self) -> Floats:

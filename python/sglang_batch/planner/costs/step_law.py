@@ -92,6 +92,8 @@ class StepLaw:
             attention_time_s=cost.attention_time_s * attention,
             weight_read_time_s=step_s,
             interference_exponent=self.exponent,
+            # Measured steps have the overlap in them already.
+            split_exponent=cost.split_exponent if self.exponent == 1 else 1.0,
             table=table,
             extras=self.extras,
         )

@@ -226,6 +226,7 @@ class SimEngine(NamedTuple):
     kv_read_time_s: float
     weight_read_time_s: float
     interference_exponent: float
+    split_exponent: float
     row_share: float
     padded: bool
     dense: bool

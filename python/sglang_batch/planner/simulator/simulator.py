@@ -285,6 +285,7 @@ def _engine(cost: CostModel, limits: EngineLimits) -> SimEngine:
         kv_read_time_s=float(cost.kv_read_time_s),
         weight_read_time_s=float(cost.weight_read_time_s),
         interference_exponent=float(cost.interference_exponent),
+        split_exponent=float(cost.split_exponent),
         row_share=float(cost.row_share),
         padded=bool(cost.padded),
         dense=limits.dense,

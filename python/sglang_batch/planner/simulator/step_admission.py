@@ -310,7 +310,7 @@ def _scan_budgets(sim: Sim, target: float) -> ScanBudgets:
             kv_reads(sim) * sim.engine.kv_read_time_s,
             sim.engine.kv_capacity * sim.engine.kv_read_time_s,
             sim.engine.weight_read_time_s,
-            sim.engine.interference_exponent,
+            max(sim.engine.interference_exponent, sim.engine.split_exponent),
             side_reads(sim, LEFT),
             side_reads(sim, RIGHT),
             sim.engine.token_time_s,

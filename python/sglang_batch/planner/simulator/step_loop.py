@@ -8,7 +8,7 @@ before they have resumed.
 from __future__ import annotations
 
 from ..compiled import jit_in_place, jit_inlined
-from ..costs.cost_model import matrix_seconds, mixing_loss_s, overlapped
+from ..costs.cost_model import MIN_SPLIT_GAIN, matrix_seconds, mixing_loss_s, overlapped
 from ..kv_lengths.batch_state import tick
 from ..requests import Floats
 from . import prefix_cache as prefix
@@ -148,6 +148,17 @@ def _step_seconds(
     return compute, memory, other + decode_s * decoding
 
 
+@jit_in_place
+def _split_seconds(sim: Sim, tokens: int, attention: float, reads: float) -> float:
+    """Seconds of a mixed step as two forwards at the same time, which both read the weights."""
+    state, table = sim.state, sim.table
+    compute, memory, _ = matrix_seconds(table, tokens - state.decoding, state.prompts)
+    prompts = compute + memory + attention
+    compute, memory, _ = matrix_seconds(table, state.decoding, state.decoding)
+    decodes = compute + memory + reads * sim.engine.kv_read_time_s
+    return float(overlapped(prompts, decodes, sim.engine.split_exponent))
+
+
 @jit_inlined
 def _charge(
     sim: Sim, tokens: int, attention: float, alone: bool, ended: int
@@ -166,6 +177,10 @@ def _charge(
     compute, memory, other = _step_seconds(sim, charged, decoding, attention, reads)
     other += ended * engine.extras.request_s
     seconds = overlapped(compute, memory, engine.interference_exponent) + other
+    if engine.split_exponent > 1.0 and state.prompts > 0 and decoding > 0:
+        split = _split_seconds(sim, charged, attention, reads) + other
+        if seconds >= (1.0 + MIN_SPLIT_GAIN) * split:
+            seconds = split
     state.work += charged * engine.token_time_s + attention
     state.compute += compute
     state.memory += memory

@@ -211,15 +211,28 @@ class Sharing:
         self.backends = sharing_backends(model_runner.attn_backend)
         self._finder = PrefixForestBuilder(jobs)
 
-    def show(self, batch: ScheduleBatch) -> None:
-        """Set a batch's groups on the backends, right before the batch runs."""
+    def show(self, batch: ScheduleBatch, decoded_apart: int = 0) -> None:
+        """Set a batch's groups on the backends, right before the batch runs.
+
+        decoded_apart: rows at its end that decode in a forward of their own.
+        """
         mode = batch.forward_mode
         if batch.reqs and (mode.is_decode() or mode.is_mixed()):
             rows = batch.req_pool_indices_cpu.numpy().astype(np.int32)
-            groups = self._finder.of(batch.reqs, rows, decodes=mode.is_decode())
+            decodes = mode.is_decode() or decoded_apart > 0
+            reqs = batch.reqs[-decoded_apart:]
+            groups = self._finder.of(reqs, rows[-decoded_apart:], decodes=decodes)
         else:
             self._finder.forget()
             groups = NO_GROUPS
+        self._set(groups)
+
+    def show_nothing(self) -> None:
+        """Have the next forward share nothing: it is not the one that was shown."""
+        self._finder.forget()
+        self._set(NO_GROUPS)
+
+    def _set(self, groups: PrefixForest) -> None:
         for backend in self.backends:
             backend.groups = groups
 

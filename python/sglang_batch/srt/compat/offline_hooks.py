@@ -149,6 +149,7 @@ SEND_HOOK = f"{_TOKENIZER_MANAGER}._send_one_request"
 BATCH_SEND_HOOK = f"{_TOKENIZER_MANAGER}._send_batch_request"
 ABORT_HOOK = f"{_TOKENIZER_MANAGER}.abort_request"
 MODEL_CONFIG_HOOK = "sglang.srt.configs.model_config.ModelConfig.from_server_args"
+FORWARD_HOOK = f"{_RUNNER}.forward"
 LOAD_MODEL_HOOK = f"{_RUNNER}.load_model"
 SCHEDULER_HOOK = f"{_MANAGERS}.scheduler.Scheduler"
 PENALTY_HOOK = (

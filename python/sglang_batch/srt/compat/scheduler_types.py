@@ -102,6 +102,9 @@ class ScheduleBatch(Protocol):
     forward_mode: ForwardMode
     # Of a mixed step, the requests that decode.
     decoding_reqs: list[Req] | None
+    # Of a batch with prompts: its new tokens, in all and by row.
+    extend_num_tokens: int | None
+    extend_lens: list[int]
     # SGLang's mark that no row is left, which it removes when a request leaves.
     batch_is_full: bool
     sampling_info: SamplingBatchInfo

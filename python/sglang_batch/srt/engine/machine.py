@@ -90,7 +90,9 @@ def datasheet_cost(manager: TokenizerManager, state: SchedulerState) -> CostMode
         interference_exponent=NO_OVERLAP,
     )
     row_share = measured_row_share(row_share_key(manager, state, spec))
-    return replace(cost, row_share=float(row_share))
+    # From the trial at start, on a GPU.
+    exponent = ours.get("split_exponent", NO_OVERLAP)
+    return replace(cost, row_share=float(row_share), split_exponent=float(exponent))
 
 
 def _spec(manager: TokenizerManager, state: SchedulerState) -> ModelSpec:

@@ -97,7 +97,8 @@ def _resolve(server_args: ServerArgs, previous: ResolutionStep) -> None:
     if config.scheduler == "offline":
         mixed = view.enable_mixed_chunk or config.mixed_chunk
         if config.mixed_chunk is None and not support.is_deterministic(view):
-            mixed = view.enable_mixed_chunk or view.device != "cpu"
+            wanted = view.device != "cpu" or config.overlap == "on"
+            mixed = view.enable_mixed_chunk or wanted
         if mode != "null" or view.speculative_algorithm:
             mixed = False  # there are no decodes to mix prompts with, or only drafts
         _declare(

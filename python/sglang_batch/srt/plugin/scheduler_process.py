@@ -33,6 +33,7 @@ def hook_scheduler() -> None:
     from ..compat import support
     from ..disaggregation import backend
     from ..engine import cpu_defaults, pooling
+    from ..overlap import overlapped_steps
     from ..scheduler import answer_ends
     from ..scheduler.kv import planned_cache
     from . import quiet_log
@@ -59,6 +60,7 @@ def hook_scheduler() -> None:
     for target in hooks.RESULT_HOOKS:
         register(target, answer_ends.abort_marked, HookType.BEFORE)
     register(hooks.GRAPH_VARIANTS_HOOK, attention_backend.variants_for, around)
+    register(hooks.FORWARD_HOOK, overlapped_steps.overlap_forward, around)
     # Imported only in the process that spreads requests over replicas.
     if "sglang.srt.managers.data_parallel_controller" in sys.modules:
         from ..engine import processes

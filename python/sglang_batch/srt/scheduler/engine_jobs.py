@@ -12,10 +12,10 @@ from sglang.srt.runtime_context import get_parallel, get_spec
 from ...planner.machine_model import PoolShares, of_states, of_windows
 from ...request import parse_request_id
 from ...scheduling.adapter_slots import AdapterSlots
+from ...scheduling.backlog import Backlog, BacklogMaker
 from ...scheduling.job_plan import JobPlan
 from ...scheduling.job_state import JobState
 from ...scheduling.kv_accounting import KvAccounting, MicroBatches, TokenClock
-from ...scheduling.length_backlog import LengthBacklogs
 from ...scheduling.open_jobs import CommonPrefixes, OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import Req, ScheduleBatch, Scheduler
@@ -98,7 +98,7 @@ class EngineJobs:
         self.prefixes = SharedPrefixes(cache, self.pinned)
         self.recorder = StepRecorder(self.open, self.kv_accounting, cache, reports)
         self.adapters: AdapterSlots | None = None
-        self.make_backlog = LengthBacklogs(self.kv_accounting)
+        self.make_backlog: BacklogMaker = Backlog.of
         self.registry = RequestRegistry(self)
         ends = self.registry.leading_ends
         if cache.supports_mamba():

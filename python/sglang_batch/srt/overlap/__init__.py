@@ -1,0 +1,1 @@
+"""Mixed steps as two forwards at the same time: decodes and prompts."""

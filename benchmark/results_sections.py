@@ -271,7 +271,7 @@ SECTIONS = (
     ),
     Section(
         "Batches of similar KV length",
-        "Speed-ups over `fcfs`. The first table is simulated decodes of 1,500 requests with known lengths on an H100. *Alone*: nothing runs "
+        "Speed-ups over `fcfs`. The first two tables are simulated decodes of 1,500 requests with known lengths on an H100. *Alone*: nothing runs "
         "while KV moves over PCIe 5.",
         [
             (
@@ -290,6 +290,36 @@ SECTIONS = (
                 ),
             ),
             (
+                "aligned_parking",
+                Saved(
+                    columns={
+                        "model": "model",
+                        "trace": "trace",
+                        "w": "w",
+                        "stays": "length-tree, never parked",
+                        "parks": "parked",
+                        "alone": "parked alone",
+                        "length-aligned": "length-aligned",
+                    },
+                    where={"w": ["8", "33"]},
+                    titles=["Parking with paged KV"],
+                ),
+            ),
+            (
+                "aligned_sglang",
+                Saved(
+                    columns={
+                        "job": "job",
+                        "offloaded": "on the host",
+                        "prefetched": "prefetched",
+                        "kv_waits": "copies that a step waited for",
+                        "offload_recomputed": "computed again",
+                        "steps": "steps",
+                    },
+                    tables=[0],
+                ),
+            ),
+            (
                 "aligned_sglang",
                 Saved(
                     columns={
@@ -298,7 +328,8 @@ SECTIONS = (
                         "steps": "steps",
                         "cached_tokens": "cached tokens",
                     },
-                    titles=["SGLang and the simulator"],
+                    tables=[1],
+                    titles=["SGLang and the simulator, without prompts ahead"],
                 ),
             ),
             (

@@ -141,7 +141,7 @@ def test_help_lists_the_stable_settings() -> None:
     shown = settings_help()
     assert all(f"{section}:\n" in shown for section in SECTIONS)
     assert "  batch_share: share of running requests" in shown
-    assert "prefill_servers" not in shown
+    assert "prefetch_bytes" not in shown
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sglang_batch.run.demo_model import write_demo_model
@@ -26,6 +26,9 @@ Counts = dict[str, dict[str, dict[str, int]]]
 
 def counts_of(
     policies: Sequence[str],
+    jobs: Sequence[str] = tuple(JOBS),
+    row_share: float = 0.0,
+    config: Mapping[str, int] | None = None,
     *,
     model: Path | None = None,
     arguments: Sequence[str] = (),
@@ -33,6 +36,9 @@ def counts_of(
     """Run the jobs, with KV for 6,144 tokens.
 
     Args:
+        jobs: of ``step_jobs.MORE_JOBS``.
+        row_share: of the law by which the jobs are planned and simulated.
+        config: settings of the scheduler.
         model: a checkpoint. None: the demo model.
         arguments: further ones of SGLang.
 
@@ -41,15 +47,15 @@ def counts_of(
     """
     args = [each for each in SERVER_ARGS if "max-total" not in each]
     # Steps are counted, which must not depend on how long they take here.
-    settings = {"learn_costs": False}
-    cases = [(job, policy) for job in JOBS for policy in policies]
+    settings = {"learn_costs": False, **(config or {})}
+    cases = [(job, policy) for job in jobs for policy in policies]
     with tempfile.TemporaryDirectory() as folder:
         if model is None:
             model = Path(folder)
             write_demo_model(model)
         done = subprocess.run(
             [
-                *command("steps_on_engine", json.dumps(cases)),
+                *command("steps_on_engine", json.dumps([cases, row_share])),
                 *("--model-path", str(model), *args, "--max-total-tokens=6144"),
                 *("--chunked-prefill-size=512", "--max-running-requests=40"),
                 *("--enable-mixed-chunk", "--page-size=1"),

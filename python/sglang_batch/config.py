@@ -169,6 +169,9 @@ def _is_server(value: object) -> bool:
     return isinstance(value, str) and bool(_ORIGIN.fullmatch(value.rstrip("/")))
 
 
+_DEVICE = re.compile(r"[a-z]+(:[0-9]+)?")
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """What a setting may be.
@@ -583,6 +586,26 @@ class OfflineBatchConfig:
         _FROM_1,
         "decode steps after which a waiting request joins first, with `length-aligned` and "
         "`length-tree`. By default never (65,536 in dense batches)",
+    )
+    prefill_ahead_tokens: int = _experimental(
+        0,
+        _FROM_0,
+        "with these policies, most prompt tokens computed before there is room for their "
+        "answers",
+    )
+    prefetch_bytes: int = _experimental(
+        0,
+        _FROM_0,
+        "extra device memory to which KV of requests that resume soon is copied ahead",
+    )
+    prefetch_device: str | None = _experimental(
+        None,
+        Check(
+            lambda v: isinstance(v, str) and _DEVICE.fullmatch(v) is not None,
+            "must be a device such as 'cuda:1'",
+        ),
+        'the GPU with this memory, such as `"cuda:1"`, readable by the server\'s (the first '
+        "rank's; later ranks use those behind it). `null`: the same GPU",
     )
     overlap: str = _experimental(
         "off",

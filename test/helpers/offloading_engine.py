@@ -181,7 +181,7 @@ class OffloadingScheduler(scheduler_module.Scheduler):  # type: ignore[misc]
             **self.counts,
             "pool_bytes": left.pool.num_bytes,
             "loads": left.pool.num_loads - self.loads,
-            "left": left.host_bytes,
+            "left": [left.host_tokens, left.host_bytes],
         }
         self.counts.clear()
         self.loads = left.pool.num_loads

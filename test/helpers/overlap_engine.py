@@ -131,7 +131,8 @@ def ways(scheduler_class: Any) -> None:
     def begin(scheduler: Any, job: str) -> None:
         from sglang_batch.srt.overlap.overlapped_steps import always
 
-        overlap, way = scheduler.overlap, job.split()[0]
+        [hook] = scheduler.hooks
+        overlap, way = hook.overlap, job.split()[0]
         scheduler.threads = getattr(scheduler, "threads", overlap.halves)
         scheduler.watched = getattr(scheduler, "watched", None) or WatchedHalves(
             scheduler
@@ -175,7 +176,8 @@ def trial(scheduler: Any) -> dict[str, Any]:
 
     allocator = scheduler.token_to_kv_pool_allocator
     before = allocator.available_size()
-    table = OverlapTrial(scheduler, scheduler.overlap).run(
+    [hook] = scheduler.hooks
+    table = OverlapTrial(scheduler, hook.overlap).run(
         (32, 48, 4096), ((4, 64), (8, 4096)), budget_s=5.0
     )
     rows = scheduler.req_to_token_pool.req_to_token

@@ -46,7 +46,18 @@ def blend() -> Rows:
     return _shuffled(rows, rng)
 
 
+def lengths() -> Rows:
+    """Prompts of many lengths that share nothing, so that batches of them are switched."""
+    rng = np.random.default_rng(4)
+    rows: Rows = []
+    for _ in range(150):
+        length = int(np.clip(rng.lognormal(np.log(60), 1.2), 8, 1500))
+        rows.append((_tokens(rng, length), int(rng.integers(10, 100))))
+    return _shuffled(rows, rng)
+
+
 JOBS = {"groups": groups, "two levels": two_levels, "blend": blend}
+MORE_JOBS = {**JOBS, "lengths": lengths}
 
 
 def plan_requests(rows: Rows) -> PlanRequests:

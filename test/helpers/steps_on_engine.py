@@ -1,6 +1,7 @@
 """Jobs on an engine and in the simulator; ``main`` prints the totals of both as JSON.
 
-Its arguments are JSON, pairs of a job's name and a policy, and those of the server.
+Its arguments are JSON, pairs of a job's name and a policy and the ``row_share`` that they are
+planned with, and those of the server.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from paused_starts import run_all_at_once
-from step_jobs import JOBS, plan_requests
+from step_jobs import MORE_JOBS, plan_requests
 
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.job.job import Job
@@ -33,7 +34,7 @@ def request(index: int, prompt: list[int], length: int) -> BatchRequestInput:
 ARGUMENTS = ["--offline-batch-config", '{"learn_costs": false}']
 COUNTS = (
     "steps", "cached_tokens", "decode_tokens", "offloaded",
-    "offload_recomputed", "resumed", "kv_waits",
+    "offload_recomputed", "resumed", "prefetched", "kv_waits",
 )  # fmt: skip
 
 
@@ -70,20 +71,24 @@ def simulated(machine: Machine, rows: Any, policy: str) -> dict[str, int]:
     job = Candidates(plan_requests(rows), machine, OrderSettings())
     done = job.run(policy)
     decoded = done.output_tokens - len(rows)
-    counts = done.num_steps, done.cached_tokens, decoded, done.retractions
+    moved = done.retractions + done.parked
+    counts = done.num_steps, done.cached_tokens, decoded, moved
     return dict(zip(COUNTS, counts, strict=False))
 
 
 def main() -> None:
-    cases = json.loads(sys.argv[1])
+    cases, row_share = json.loads(sys.argv[1])
     found = {}
     with in_process.engine(in_process.parse_server_args(ARGUMENTS + sys.argv[2:])) as (
         engine,
         loop,
     ):
         loop.run_until_complete(engine.connect())
+        machine = engine.machine
+        cost = replace(machine.cost, row_share=row_share)
+        engine.learnt.machine = replace(machine, cost=cost)
         for name, policy in cases:
-            rows = JOBS[name]()
+            rows = MORE_JOBS[name]()
             real = loop.run_until_complete(run(engine, name, rows, policy))
             predicted = simulated(engine.machine, rows, policy)
             found[f"{name}, {policy}"] = {"real": real, "simulated": predicted}

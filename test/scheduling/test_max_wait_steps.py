@@ -82,17 +82,3 @@ def test_it_may_be_larger_than_any_count() -> None:
     request = arrive(job, 0)
     assert job.backlog.first() is request
     assert plan_of([(1,)]).max_wait_steps is None
-
-
-@POLICIES
-def test_a_request_that_waited_for_its_prefix_joins_first(policy: str) -> None:
-    """Others of its length wait for longer."""
-    job = scheduled(OfflineBatchConfig(policy=policy))
-    requests = [arrive(job, number) for number in range(40)]
-    follower = requests[30]
-    job.follow(follower, 1)
-    first = job.backlog.first()
-    assert first is not None
-    assert first is not follower
-    job.release_followers([1])
-    assert job.backlog.first() is follower

@@ -104,12 +104,12 @@ def test_an_old_log_is_continued_behind_its_last_whole_line(tmp_path: Path) -> N
 
 def old_log(path: Path, *records: StepRecord) -> Path:
     """A log of the last release, which called the column of offloaded requests parked,
-    and had none of waits and of admissions."""
+    and had none of prefetched ones, of waits and of admissions."""
     write(path, *records)
     lines = path.read_text().replace("offloaded", "parked").splitlines()
-    missing = COLUMNS.index("kv_waits")
+    missing = COLUMNS.index("prefetched")
     rows = [line.split(",") for line in lines]
-    kept = [",".join(row[:missing] + row[missing + 2 :]) for row in rows]
+    kept = [",".join(row[:missing] + row[missing + 3 :]) for row in rows]
     path.write_text("\n".join(kept) + "\n")
     return path
 
@@ -185,8 +185,8 @@ GOOD = ",".join(["1"] * len(COLUMNS)) + "\n"
     [
         ("", "line 1: this is not a log of steps"),
         ("step,prefill\n1,2\n", "line 1: this is not a log of steps"),
-        (HEADER + GOOD + "1,2\n", "line 3: 2 values instead of 23"),
-        (HEADER + "\n" + GOOD, "line 2: 1 values instead of 23"),
+        (HEADER + GOOD + "1,2\n", "line 3: 2 values instead of 24"),
+        (HEADER + "\n" + GOOD, "line 2: 1 values instead of 24"),
         (HEADER + GOOD.replace("1", "one", 1), "line 2: invalid literal"),
         (HEADER + GOOD + GOOD.replace("1", "1.5", 1), "line 3: invalid literal"),
         (HEADER + GOOD[:-2] + "fast\n", "line 2: could not convert"),
@@ -215,7 +215,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_summary_adds_up(tmp_path: Path) -> None:
-    first = StepRecord(1, *range(2, 22), compute_s=0.5, memory_s=0.25)
+    first = StepRecord(1, *range(2, 23), compute_s=0.5, memory_s=0.25)
     first = first._replace(admission=Admission.NO_KV)
     second = record(2, kv_shared=500, offloaded=1, compute_s=0.5)
     found = summarize(read_steps(write(tmp_path / "steps.csv", first, second)))
@@ -224,7 +224,7 @@ def test_the_summary_adds_up(tmp_path: Path) -> None:
     assert found["decode_tokens"] == 5 + 6 + 7
     assert found["max_kv_tokens"] == 500
     assert (found["cached_tokens"], found["evicted_tokens"]) == (13, 14)
-    assert (found["offloaded"], found["resumed"], found["retracted"]) == (16, 16, 19)
+    assert (found["offloaded"], found["resumed"], found["retracted"]) == (16, 16, 20)
     assert (found["compute_s"], found["memory_s"]) == (1.0, 0.25)
     assert found["admissions"] == {"no_kv": 1, "joined": 1}
     assert found["ratio_spread"] == 0  # only the first has both times

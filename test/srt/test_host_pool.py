@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
+from sglang_batch.errors import EngineError
+from sglang_batch.srt.scheduler.aligned.prefetch import KvPrefetch, PrefetchRoom
 from sglang_batch.srt.scheduler.kv import host_pool
 from sglang_batch.srt.scheduler.kv.host_pool import (
+    HostKv,
     HostPool,
     HostRoom,
+    Run,
     kv_rows,
 )
 
@@ -185,3 +190,130 @@ def test_a_request_loaded_and_saved_in_one_step(pool: Any) -> None:
     forward()
     for layer, was in zip(kv, before, strict=True):
         assert torch.equal(layer[40:48], was[0:8])
+
+
+# Prefetching
+
+
+def test_pages_of_the_buffer_go_to_what_is_loaded_next() -> None:
+    rng = Random(3)
+    parts = 0
+    for _ in range(200):
+        most, room = rng.choice([2, 3, 20]), PrefetchRoom(12)
+        held: dict[str, list[int]] = {}
+        for _ in range(40):
+            names = rng.sample("abcdefghij", rng.randint(1, 8))
+            sizes = {name: 1 + ord(name) % 5 for name in names}
+            found = room.fetch([*sizes.items()], most)
+            assert sum(part.end - part.begin for part in found) <= most
+            held = {name: pages for name, pages in held.items() if name in room._runs}
+            new = {part.name: part.end - part.begin for part in found}
+            for name in held:
+                before = room._copied[name] - new.get(name, 0)
+                assert before in (0, len(held[name]))
+                held[name] = held[name][:before]
+            for part in found:
+                assert part.name in sizes
+                held.setdefault(part.name, [])
+                assert part.begin == len(held[part.name])
+                pages = range(part.first + part.begin, part.first + part.end)
+                held[part.name] += pages
+                parts += 1
+            taken = [page for pages in held.values() for page in pages]
+            assert len({*taken}) == len(taken)
+            assert {*taken} <= {*range(12)}
+            for name, pages in held.items():
+                assert (name in room) == (len(pages) == 1 + ord(name) % 5)
+            # What is loaded first comes, wherever the free pages lie.
+            assert names[0] in held
+            gone = rng.choice(names)
+            whole = gone in room
+            run = room.give_back(gone)
+            assert (run is not None) == whole
+            if run is not None:
+                assert [*range(run[0], run[0] + run[1])] == held[gone]
+            held.pop(gone, None)
+            assert gone not in room
+    assert parts > 5000
+
+
+def test_what_is_not_loaded_next_leaves_only_where_its_pages_are_needed() -> None:
+    room = PrefetchRoom(4)
+    assert room.fetch([("a", 2), ("b", 1), ("c", 3)], 8) == [
+        ("a", 0, 0, 2), ("b", 2, 0, 1)
+    ]  # fmt: skip
+    assert room.fetch([("d", 1)], 8) == [("d", 3, 0, 1)]
+    assert "a" in room
+    assert room.fetch([("b", 1), ("e", 2)], 8) == [("e", 0, 0, 2)]
+    assert "a" not in room
+    assert "b" in room
+    assert room.take("f", 2) is None
+
+
+def test_what_takes_several_steps_is_there_after_the_last() -> None:
+    room = PrefetchRoom(9)
+    wanted = [("a", 6), ("b", 3), ("too large", 10)]
+    assert room.fetch(wanted, 4) == [("a", 0, 0, 4)]
+    assert "a" not in room
+    assert room.fetch(wanted, 4) == [("a", 0, 4, 6), ("b", 6, 0, 2)]
+    assert "a" in room
+    assert room.give_back("a") == (0, 6)
+    assert room.give_back("b") is None
+
+
+def test_prefetched_kv_is_what_the_host_has(pool: Any) -> None:
+    """Save, fetch and load at random, with forward passes that overwrite freed slots."""
+    host, kv, forward = pool
+    rng, draw = Random(5), torch.Generator().manual_seed(1)
+    room, prefetch = HostRoom(12), KvPrefetch(host, 5, torch.device("cpu"))
+    prefetch._pages_per_s = 1.0
+    if host._device is not None:
+        device = torch.get_device_module("late")
+        prefetch._module, prefetch._stream = device, device.Stream()
+    saved: dict[str, tuple[list[Run], list[torch.Tensor]]] = {}
+    hits = misses = 0
+    for step in range(1000):
+        for each in kv:  # what the forward pass computed
+            each[:40] = torch.randn(each[:40].shape, generator=draw).to(each.dtype)
+        expected = []
+        for name in rng.sample(sorted(saved), min(len(saved), rng.randint(0, 2))):
+            runs, was = saved.pop(name)
+            skip, tokens = rng.randint(0, 3), len(was[0])
+            slots = 40 + torch.randperm(SLOTS - 40, generator=draw)[: tokens - skip]
+            if rng.random() < 0.2:  # aborted
+                prefetch.drop(name)
+            elif all(not {*slots.tolist()} & {*at.tolist()} for at, _ in expected):
+                expected.append((slots, [layer[skip:] for layer in was]))
+                if prefetch.load(name, slots, skip):
+                    hits += 1
+                else:
+                    misses += 1
+                    host.load(slots, runs, skip)
+            room.give_back(name)
+        tokens = rng.randint(4, 9)
+        if room.num_free >= -(-tokens // PAGE):
+            slots = torch.randperm(40, generator=draw)[:tokens]
+            name = f"r{step}"
+            runs = room.take(name, -(-tokens // PAGE), 1.0)
+            saved[name] = runs, [layer[slots].clone() for layer in kv]
+            host.save(slots, runs)
+            if rng.random() < 0.7:
+                prefetch.keep(name, slots)
+        host.end_step()
+        wanted = rng.sample(sorted(saved), min(len(saved), 3))
+        next_kv = [HostKv(n, len(saved[n][1][0]), saved[n][0]) for n in wanted]
+        prefetch.fetch(next_kv, 2.0)
+        forward()
+        for slots, was in expected:
+            assert all(
+                torch.equal(layer[slots], each)
+                for layer, each in zip(kv, was, strict=True)
+            )
+    assert hits > 100
+    assert misses > 100
+
+
+def test_a_device_that_cannot_be_read_directly_is_refused() -> None:
+    pool = HostPool(layers(), 4, PAGE)
+    with pytest.raises(EngineError, match="prefetch_device=cuda:1: cpu cannot read"):
+        KvPrefetch(pool, 2, torch.device("cuda", 1))

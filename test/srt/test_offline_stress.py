@@ -17,7 +17,8 @@ PAGES = (
     "--enable-mixed-chunk",
     "--page-size=16",
     # 7 of the device's 50 pages: some requests find no room, and are computed again.
-    '--offline-batch-config={"offload_bytes": 60000, "learn_costs": false}',
+    '--offline-batch-config={"offload_bytes": 60000, "prefetch_bytes": 30000,'
+    ' "learn_costs": false}',
 )
 
 

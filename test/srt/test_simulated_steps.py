@@ -35,7 +35,7 @@ def counts(demo_model: Path) -> Callable[[str], dict[str, Any]]:
         server_args = [arg for arg in SERVER_ARGS if "max-total-tokens" not in arg]
         done = preloaded.run(
             [
-                *command("steps_on_engine", json.dumps(cases)),
+                *command("steps_on_engine", json.dumps([cases, 0.0])),
                 "--model-path", str(demo_model), *server_args, "--max-total-tokens=6144",
                 "--chunked-prefill-size=512", f"--max-running-requests={rows}",
                 # As on a GPU, which the simulator models.

@@ -47,7 +47,7 @@ def test_counters_add_up_and_gauges_are_the_last_step() -> None:
     registry = CollectorRegistry()
     host = iter((HostUse(300, 4000, 2), HostUse(100, 4000, 5)))
     metrics = StepMetrics(LABELS, lambda: next(host), registry=registry)
-    first = StepRecord(1, *range(2, 22), compute_s=0.5, memory_s=0.25)
+    first = StepRecord(1, *range(2, 23), compute_s=0.5, memory_s=0.25)
     metrics.observe(first)
     metrics.flush()
     metrics.observe(first._replace(kv_left=70, kv_shared=80, waiting=3))
@@ -75,13 +75,14 @@ def test_counters_add_up_and_gauges_are_the_last_step() -> None:
         "sglang_batch_offloaded_total": 30,
         "sglang_batch_parked_total": 30,
         "sglang_batch_resumed_total": 32,
-        "sglang_batch_kv_waits_total": 34,
-        "sglang_batch_retracted_total": 38,
+        "sglang_batch_prefetched_total": 34,
+        "sglang_batch_kv_waits_total": 36,
+        "sglang_batch_retracted_total": 40,
         "sglang_batch_waiting_requests": 3,
         "sglang_batch_host_bytes": 100,
         "sglang_batch_host_capacity_bytes": 4000,
         "sglang_batch_offload_recomputed_total": 5,
-        "sglang_batch_kv_read_bytes_saved_total": 42,
+        "sglang_batch_kv_read_bytes_saved_total": 44,
         "sglang_batch_compute_seconds_total": 1.0,
         "sglang_batch_memory_seconds_total": 0.5,
     }

@@ -122,6 +122,8 @@ class EngineLimits:
         most one prompt is partly computed, and it is continued first. Retracted requests
         are offloaded. The free KV margin and the estimates adapt to observed lengths.
     dense: whether KV is as many rows times the longest of them, as in dense batches.
+    prefetches: whether KV on the host comes back while steps run (``prefetch_bytes``).
+        SGLang parks rows in a switch of batches only then.
     overlapped: whether SGLang schedules a step while the last one runs, and so learns one
         step late that a request has ended.
     second_pool: of a model with sliding windows or recurrent states, the pool that keeps
@@ -141,6 +143,7 @@ class EngineLimits:
     plan_aware_eviction: bool = True
     as_sglang: bool = False
     dense: bool = False
+    prefetches: bool = False
     overlapped: bool = True
     second_pool: PoolShares = NO_POOL
 

@@ -122,6 +122,8 @@ class KvAccounting:
 
     def corrected_est_decode_steps(self, request: ScheduledRequest) -> int:
         """A waiting request's estimate, corrected by how far others were off."""
+        if request.prompt_only:
+            return request.steps + 1
         if request.steps > 0 or request.est_decode_steps >= request.max_decode_steps:
             return min(request.est_decode_steps, request.max_decode_steps)
         factor = self._bias_of(request).factor(request)
@@ -217,6 +219,9 @@ class KvAccounting:
         del self._requests[id(request)]
         self._leave_forecast(request)
         self.changes += 1
+        if request.prompt_only:
+            request.prompt_only = False
+            request.est_decode_steps = request.initial_est_decode_steps
         self.second_held -= request.pool_share
         request.pool_share = 0
         steps = request.steps_done(self.clock)
@@ -230,6 +235,18 @@ class KvAccounting:
             request.backlog.left(request)
         request.cached_node = -1
         request.steps = steps
+
+    def decode_after_all(self, request: ScheduledRequest) -> None:
+        """A request of which only the prompt was to be computed continues."""
+        self._leave_forecast(request)
+        self.changes += 1
+        request.prompt_only = False
+        request.est_decode_steps = request.initial_est_decode_steps
+        request.est_decode_steps = self.corrected_est_decode_steps(request)
+        self._charge_second(request)
+        self._join_forecast(request)
+        if request.backlog is not None:
+            request.backlog.runs(request)
 
     def _charge_second(self, request: ScheduledRequest) -> None:
         if self.second is not None:

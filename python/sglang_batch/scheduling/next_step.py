@@ -53,6 +53,7 @@ def choose(
     else:
         filling.continue_chunk(limit)
         filling.take(LEFT, limit, 0)
+        now.fill_rest(filling, limit)
     choice = filling.choice
     if choice.tokens == 0 and now.decode_rows == 0:
         filling.continue_chunk(max(limit, now.page_size))
@@ -229,10 +230,13 @@ class EngineNow(NamedTuple):
     idle_frees: whether unpinning the job's prefixes makes room. It may not where
         another job has pinned the same prefixes.
     host_room: tokens of prefixes that the host has room for, if they make room.
+    is_near: whether the KV of a request on the host can join without a wait. If not, it
+        joins in a later step, unless nothing else decodes.
     has_adapter: whether the LoRA adapter of a request is in memory, or may be loaded now.
     apart: whether a step with so many tokens of prompts leaves the decodes to the next one.
     next_stop: where the prompt of a request is cut that is computed from so many tokens
         on, because others continue there. None: nowhere.
+    fill_rest: may add to a step up to so many prompt tokens, after all that fit by the order.
     """
 
     step_tokens: int
@@ -249,9 +253,11 @@ class EngineNow(NamedTuple):
     chunk_room: int = 1 << 62
     idle_frees: bool = True
     host_room: int = 0
+    is_near: Callable[[ScheduledRequest], bool] = always
     has_adapter: Callable[[ScheduledRequest], bool] = always
     apart: Callable[[int], bool] = lambda tokens: False
     next_stop: Callable[[ScheduledRequest, int], int | None] = lambda *_: None
+    fill_rest: Callable[[Filling, int], None] = lambda filling, tokens: None
 
     @property
     def prompt_tokens(self) -> int:
@@ -511,6 +517,8 @@ class Filling:
         free_rows = self.now.rows - self.choice.rows
         if free_rows < request.rows and (free_rows <= 0 or kv_accounting.num_running):
             return Admission.NO_ROW
+        if request.on_host and self.now.decode_rows and not self.now.is_near(request):
+            return Admission.ON_HOST
         kept = uses.kept_depth(request.node)
         extend = max(1, request.input_len + request.steps - kept)
         some = min(extend, self._room_of(tokens))

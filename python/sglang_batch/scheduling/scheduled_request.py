@@ -52,6 +52,7 @@ class ScheduledRequest:
     waiting: bool = False
     ahead: bool = False  # joins before others: another job has its prefix in the cache
     on_host: bool = False  # its KV is there, so that it decodes as soon as it joins
+    prompt_only: bool = False  # it does not decode once its prompt is computed
     arrival: int = -1  # its number among the job's requests, by arrival
     entry: int = -1  # its key in the backlog
     # Set while it runs.

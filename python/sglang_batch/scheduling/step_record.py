@@ -41,6 +41,7 @@ class Admission(IntEnum):
     NO_WINDOW: the pool of sliding windows has no room.
     PROMPT_CUT: another prompt ends in this step before it is complete, and SGLang keeps
         only one such prompt.
+    ON_HOST: its KV is still on its way from the host.
     OFFLOADED_FIRST: requests on the host resume before any new one joins.
     ONLINE_FIRST: an online request needs the room.
     DECODES_FIRST: the last step computed prompts alone, so this one decodes.
@@ -57,13 +58,14 @@ class Admission(IntEnum):
     NO_KV = 4
     NO_WINDOW = 5
     PROMPT_CUT = 6
-    OFFLOADED_FIRST = 7
-    ONLINE_FIRST = 8
-    DECODES_FIRST = 9
-    AWAITS_LEADER = 10
-    AWAITS_FOLLOWERS = 11
-    AWAITS_ADAPTER = 12
-    AWAITS_SIBLINGS = 13
+    ON_HOST = 7
+    OFFLOADED_FIRST = 8
+    ONLINE_FIRST = 9
+    DECODES_FIRST = 10
+    AWAITS_LEADER = 11
+    AWAITS_FOLLOWERS = 12
+    AWAITS_ADAPTER = 13
+    AWAITS_SIBLINGS = 14
 
 
 class StepRecord(NamedTuple):
@@ -79,6 +81,7 @@ class StepRecord(NamedTuple):
     cached_tokens: prompt tokens that requests admitted in this step found in the cache.
     evicted_tokens: tokens of KV dropped from the cache in this step.
     offloaded, resumed, retracted: requests, in this step.
+    prefetched: of those that resumed, the ones whose KV was on the device already.
     kv_waits: copies of KV from the host that this step waited for.
     admission: why the next request in line did not join, as the number of an
         :class:`Admission`.
@@ -104,6 +107,7 @@ class StepRecord(NamedTuple):
     evicted_tokens: int
     offloaded: int
     resumed: int
+    prefetched: int
     kv_waits: int
     admission: int
     retracted: int
@@ -117,10 +121,10 @@ COLUMNS = StepRecord._fields
 SECONDS = ("compute_s", "memory_s")
 _KINDS = [float if name in SECONDS else int for name in COLUMNS]
 _HEADER = ",".join(COLUMNS) + "\n"
-# Logs of the last release have another name for a column and lack two others; they
+# Logs of the last release have another name for a column and lack three others; they
 # can be read for one release.
-_OLD_NAME, _NEW_NAME, _ADDED = "parked", "offloaded", "kv_waits,admission,"
-_ADDED_AT = COLUMNS.index("kv_waits")
+_OLD_NAME, _NEW_NAME, _ADDED = "parked", "offloaded", "prefetched,kv_waits,admission,"
+_ADDED_AT = COLUMNS.index("prefetched")
 _OLD_HEADER = _HEADER.replace(_NEW_NAME, _OLD_NAME).replace(_ADDED, "")
 
 

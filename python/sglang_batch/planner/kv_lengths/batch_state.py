@@ -187,6 +187,33 @@ def add(batches: LengthBatches, i: int, length: int, tokens: int, family: int) -
 
 
 @jit_in_place
+def add_to_next(
+    batches: LengthBatches, i: int, length: int, tokens: int, family: int
+) -> None:
+    """A request that left the candidate batch for a moment waits in it again."""
+    state = batches.state[0]
+    batches.key[i] = length
+    batches.family[i] = family
+    batches.tree.length[i] = length
+    batches.tree.tokens[i] = tokens
+    batches.tree.since[i] = state.clock
+    batches.is_next[i] = 1
+    state.num_next += 1
+    state.next_since = min(state.next_since, state.clock)
+    for at in range(state.next, len(batches.ring)):
+        if batches.ring[at] == i:
+            return
+    if state.next > 0:
+        state.next -= 1
+        batches.ring[state.next] = i
+        return
+    at = 0
+    while batches.is_next[batches.ring[at]]:
+        at += 1
+    batches.ring[at] = i
+
+
+@jit_in_place
 def remove(batches: LengthBatches, i: int) -> None:
     """A waiting request leaves for good."""
     state = batches.state[0]
@@ -438,6 +465,51 @@ def propose(batches: LengthBatches, law: BatchLaw, now: RunningRows) -> int:
     if state.rule == TREE:
         return _by_tree(batches, law, now)
     return _by_groups(batches, law, now)
+
+
+@jit_in_place
+def upcoming(
+    batches: LengthBatches, law: BatchLaw, now: RunningRows, found: Int32s
+) -> int:
+    """Fill ``found`` (int32) with the requests that are proposed next if no other comes or
+    leaves, and return their number.
+
+    These are the candidate batch, and from the proposal on those of falling length with
+    ``TREE``, of rising length with ``GROUPS``. If nobody is proposed now, they are those of
+    the batch that would be formed, or the shortest.
+    """
+    state = batches.state[0]
+    tree = batches.tree
+    number = 0
+    at, left = state.next, state.num_next
+    while left > 0 and number < len(found):
+        i = batches.ring[at]
+        at += 1
+        if batches.is_next[i]:
+            found[number] = i
+            number += 1
+            left -= 1
+    first = propose(batches, law, now)
+    length, last = 0, MAX_LENGTH
+    falls = state.rule == TREE
+    if first != NONE and not batches.is_next[first]:
+        length = min(int(tree.length[first]), MAX_LENGTH)
+    elif first == NONE and state.rule == GROUPS:
+        length = shortest_from(tree, 1)
+    elif first == NONE and state.num_next == 0:
+        chosen = density_first_search(tree, _budget(law), MIN_ROWS)
+        length, last, falls = chosen.shortest, chosen.longest, False
+    while 0 < length <= last and number < len(found):
+        i = tree.first[length - 1]
+        while i != NONE and number < len(found):
+            found[number] = i
+            number += 1
+            i = tree.after[i]
+        if falls:
+            length = longest_up_to(tree, length - 1)
+        else:
+            length = shortest_from(tree, length + 1)
+    return number
 
 
 @jit_in_place

@@ -28,6 +28,11 @@ from .length_tree import (
 GROUP_SHARE = 0.7
 
 
+# With paged KV, rows are parked from this ``row_share`` on, and where their moves are hidden
+# by steps. ``docs/experimental.md`` has the figures.
+PARKS_FROM = 8.0
+
+
 class BatchLaw(NamedTuple):
     """The cost of a decode step, and the largest batch.
 
@@ -46,6 +51,11 @@ class BatchLaw(NamedTuple):
     capacity: float
     max_rows: int
     parks: bool
+
+
+def parking_pays(row_share: float, *, padded: bool) -> bool:
+    """Whether rows of an engine with paged KV are parked in a switch."""
+    return padded or row_share >= PARKS_FROM
 
 
 @jit_in_place

@@ -170,8 +170,8 @@ def _switch(sim: Sim, lengths: RowLengths) -> None:
 @jit_in_place
 def _make_way(sim: Sim, lengths: RowLengths, i: int) -> bool:
     """Park the longest row of the old batch for a request, if it is longer. Returns whether
-    there was one."""
-    if sim.queue.rule != TREE or not lengths.law.parks:
+    there was one. Not on SGLang, where rows leave between steps only."""
+    if sim.queue.rule != TREE or not lengths.law.parks or sim.engine.as_sglang:
         return False
     state = sim.state
     longest, most = NONE, int(sim.requests[i].key)

@@ -20,7 +20,7 @@ from ..admission_rules.kv_forecast import make_forecast, make_padded_forecast
 from ..costs.cost_model import ALWAYS_MIXED, CostModel, MixingCost
 from ..costs.tree_work import decode_step_moments, planned_work, read_len
 from ..kv_lengths.batch_state import make_batches
-from ..kv_lengths.length_groups import BatchLaw
+from ..kv_lengths.length_groups import BatchLaw, parking_pays
 from ..machine_model import EngineLimits
 from ..ordering.order import LengthKeys, Order
 from ..prefixes.prefix_tree import PrefixTree
@@ -258,7 +258,8 @@ def _row_lengths(
         padded=engine.padded,
         capacity=float(engine.kv_capacity),
         max_rows=engine.max_running,
-        parks=not engine.as_sglang,
+        parks=not engine.as_sglang
+        or (limits.prefetches and parking_pays(engine.row_share, padded=engine.padded)),
     )
     return RowLengths(
         heap=RowHeap(np.zeros(heap_size, np.int64), np.zeros(heap_size, np.int64)),

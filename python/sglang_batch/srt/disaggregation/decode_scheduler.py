@@ -52,6 +52,8 @@ class DecodePlanScheduler(PlanScheduler):
         self._kv_manager.make_room_for_decodes(running_batch)
         running_batch = self._join_online(running_batch)
         running_batch = self._kv_manager.resume(running_batch)
+        for hook in self._hooks:
+            hook.before_choice(running_batch)
         if not self._nobody_can_join(running_batch):
             choice = self._choose_from_jobs(running_batch, [])
             running_batch = self._kv_manager.join(running_batch, choice.from_host)
@@ -102,7 +104,7 @@ class DecodeScheduler(Apart, OfflineScheduler):
 
     def _make_plan_scheduler(self, online: OnlineQueue) -> DecodePlanScheduler:
         self.reception = Reception(self.jobs, self.kv_manager)
-        return DecodePlanScheduler(self, self.jobs, self.kv_manager, online)
+        return DecodePlanScheduler(self, self.jobs, self.kv_manager, online, self.hooks)
 
     # Requests come --------------------------------------------------------------------
 

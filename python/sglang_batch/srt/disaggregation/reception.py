@@ -72,7 +72,7 @@ class Reception:
 
     def release(self, req: Req) -> None:
         """The KV of a request does not come, or is not wanted any more."""
-        self._offloader.room.give_back(req.rid)
+        self._offloader.forget(req.rid)
         self.gone(req)
 
     def gone(self, req: Req) -> None:

@@ -72,6 +72,7 @@ def machine_of(manager: TokenizerManager, state: SchedulerState) -> Machine:
         max_running=int(state["effective_max_running_requests_per_dp"]),
         # The simulator's SGLang steps are those that mix decodes and prompts.
         as_sglang=bool(ours["mixed_chunk"]),
+        prefetches=bool(ours.get("prefetches")),
         overlapped=bool(ours.get("overlapped", True)),
         second_pool=pool,
     )

@@ -18,7 +18,7 @@ A step:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -27,7 +27,7 @@ from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from ...planner.admission_rules.followers import WORTH_A_STATE
 from ...scheduling.job_state import JobState
-from ...scheduling.next_step import Choice, EngineNow, always, choose, put_back
+from ...scheduling.next_step import Choice, EngineNow, Filling, always, choose, put_back
 from ...scheduling.scheduled_request import ScheduledRequest
 from ...scheduling.step_record import Admission
 from ..compat.scheduler_types import BuildPrefill, Req, ScheduleBatch, Scheduler
@@ -37,6 +37,7 @@ from .kv.kv_manager import KvManager
 from .kv.token_counts import count_retracted
 from .mixed_batch import FastMembership, StepsApart, can_mix, has_decodes, num_rows
 from .online_queue import OnlineQueue
+from .step_hook import StepHook
 
 
 @dataclass(slots=True)
@@ -76,6 +77,7 @@ class PlanScheduler(SchedulerPart):
         jobs: EngineJobs,
         kv_manager: KvManager,
         online: OnlineQueue,
+        hooks: Sequence[StepHook] = (),
     ) -> None:
         super().__init__(scheduler, jobs)
         self._kv_manager = kv_manager
@@ -83,6 +85,7 @@ class PlanScheduler(SchedulerPart):
         self._apart = StepsApart(scheduler, jobs.open, jobs.kv_accounting)
         self._adapters = jobs.adapters
         self._tokens = jobs.tokens
+        self._hooks = hooks
         # Whether the last step with prompts computed online ones only.
         self._online_alone = False
 
@@ -118,7 +121,9 @@ class PlanScheduler(SchedulerPart):
         if self._tokens is not None:
             self._tokens.follow(self._tick)
         for request in self._micro_batches.begin_step():
-            if request.running and not request.decoding:
+            if not request.running or request.decoding:
+                continue
+            if not any(hook.prompt_done(request) for hook in self._hooks):
                 self._kv_accounting.begin_decoding(request)
         self._kv_manager.decodes_fit = False
 
@@ -128,8 +133,12 @@ class PlanScheduler(SchedulerPart):
         """The next prefill batch, if there is one, and the running batch. ``build`` is
         SGLang's ``get_new_batch_prefill``."""
         self._prefixes.show_computed(self._scheduler.chunked_req)
+        for hook in self._hooks:
+            hook.begin(running_batch)
         self._kv_manager.make_room_for_decodes(running_batch)
         running_batch = self._kv_manager.resume(running_batch)
+        for hook in self._hooks:
+            hook.before_choice(running_batch)
         now_decodes = self._apart.decodes_now(running_batch)
         if now_decodes:
             self._recorder.admission = Admission.DECODES_FIRST
@@ -155,7 +164,11 @@ class PlanScheduler(SchedulerPart):
         if not runs and not decodes:
             self._recorder.idle()
             return
-        self._recorder.record(len(self._kv_manager.on_host.first), decodes=decodes)
+        done = self._recorder.record(
+            len(self._kv_manager.on_host.first), decodes=decodes
+        )
+        for hook in self._hooks:
+            hook.step_decided(max(done.compute_s, done.memory_s))
         self._tick(decodes=decodes and self._tokens is None)
 
     def _tick(self, *, decodes: bool = True) -> None:
@@ -350,10 +363,16 @@ class PlanScheduler(SchedulerPart):
             idle_frees=len(self._jobs) == 1,
             host_room=self._pinned.host_room,
             chunk_room=self._chunk_room(left, taken, mixed=mixed),
+            is_near=self._kv_manager.is_near,
             has_adapter=always if self._adapters is None else self._adapters.may_join,
             apart=lambda tokens: self._apart.mixing_loses(tokens, rows),
             next_stop=lambda request, begin: self._cache.next_stop(request.req, begin),
+            fill_rest=self._fill_rest,
         )
+
+    def _fill_rest(self, filling: Filling, limit: int) -> None:
+        for hook in self._hooks:
+            hook.fill_rest(filling, limit)
 
     def _chunk_room(self, left: int, taken: int, *, mixed: bool) -> int:
         """KV for the ``left`` tokens of a prompt in progress."""

@@ -55,7 +55,7 @@ from ..compat.scheduler_types import Req, ScheduleBatch
 from ..compat.support import found_limits
 from ..compat.tiers import ModelTier, Tier, model_tier
 from .engine_jobs import EngineJobs, draft_slots, leave_room_for_drafts
-from .experimental import add_experimental
+from .experimental import experimental_hooks
 from .kv.kv_manager import KvManager
 from .kv.offloading import KvOffloader, copies_kv, make_offloader, why_unsupported
 from .marked_scheduler import MarkedScheduler
@@ -138,7 +138,7 @@ class OfflineScheduler(MarkedScheduler):
         self.kv_manager = KvManager(self, self.jobs)
         self.jobs.adapters = self._make_adapter_slots()
         self.sharing = Sharing(self.tp_worker.model_runner, self.jobs.registry)
-        self.overlap = add_experimental(self)
+        self.hooks = experimental_hooks(self)
         self.plan_scheduler = self._make_plan_scheduler(
             OnlineQueue(self, self.jobs, self.kv_manager)
         )
@@ -172,7 +172,7 @@ class OfflineScheduler(MarkedScheduler):
         return found, offloader
 
     def _make_plan_scheduler(self, online: OnlineQueue) -> PlanScheduler:
-        return PlanScheduler(self, self.jobs, self.kv_manager, online)
+        return PlanScheduler(self, self.jobs, self.kv_manager, online, self.hooks)
 
     def _make_adapter_slots(self) -> AdapterSlots | None:
         """None for a server without adapters."""
@@ -234,8 +234,8 @@ class OfflineScheduler(MarkedScheduler):
             **self.jobs.recorder.totals,
             **self.sharing.totals,
         }
-        if self.overlap is not None:
-            state |= self.overlap.totals
+        for hook in self.hooks:
+            state |= hook.totals
         return state | {old: state[new] for old, new in _OLD_STATE_KEYS.items()}
 
     @property
@@ -320,7 +320,7 @@ class OfflineScheduler(MarkedScheduler):
     def run_batch(
         self, batch: ScheduleBatch, *args: object, **kwargs: object
     ) -> object:
-        apart = 0 if self.overlap is None else self.overlap.announce(batch)
+        apart = sum(hook.before_forward(batch) for hook in self.hooks)
         if not self.sharing.backends:
             return super().run_batch(batch, *args, **kwargs)
         self.sharing.show(batch, apart)

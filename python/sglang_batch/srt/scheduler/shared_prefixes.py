@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache
 from ...scheduling.job_state import JobState
 from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import Req
+from .kv.host_pool import HostKv
 from .kv.host_prefixes import Prompt
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 
@@ -81,13 +82,15 @@ class SharedPrefixes:
                 self._restored.append(lock)
         return tokens
 
-    def restorable(self, job: JobState, request: ScheduledRequest) -> int:
-        """The tokens of a request's prompt that the tree would hold after :meth:`restore`: 0
-        if nothing of it is on the host."""
+    def on_host(
+        self, job: JobState, request: ScheduledRequest
+    ) -> tuple[list[HostKv], int]:
+        """The KV that :meth:`restore` would load for a request, and the tokens of its prompt
+        that the tree would hold then: 0 if nothing of it is on the host."""
         host = self._pinned.host
         if host is None:
-            return 0
-        return host.restorable(Prompt.of(request.req), self._depths(job, request))
+            return [], 0
+        return host.missing(Prompt.of(request.req), self._depths(job, request))
 
     @staticmethod
     def _depths(job: JobState, request: ScheduledRequest) -> list[int]:

@@ -38,7 +38,7 @@ _NOTHING = (0, 0, 0)  # by side
 # Columns of a record that are summed up, and all sums over the steps.
 _SUMMED = (
     "cached_tokens", "evicted_tokens",
-    "offloaded", "resumed", "kv_waits", "retracted",
+    "offloaded", "resumed", "prefetched", "kv_waits", "retracted",
 )  # fmt: skip
 _TOTALS = (
     *("steps", "prefill_tokens", "decode_tokens"),
@@ -60,7 +60,7 @@ class StepRecorder:
     """Counts one step at a time.
 
     Attributes:
-        offloaded, resumed, retracted: requests, in the current step.
+        offloaded, resumed, prefetched, retracted: requests, in the current step.
         cached: prompt tokens that requests which joined it found in the cache.
         kv_waits: copies from the host that the current step waits for.
         admission: why the next request in line does not join the current step.
@@ -100,7 +100,7 @@ class StepRecorder:
         self._media = 0
         self.cached = 0
         self.offloaded = self.resumed = self.retracted = 0
-        self.kv_waits = 0
+        self.prefetched = self.kv_waits = 0
         self.admission = Admission.NONE_WAITS
 
     def prefilled(
@@ -160,6 +160,7 @@ class StepRecorder:
             evicted,
             self.offloaded,
             self.resumed,
+            self.prefetched,
             self.kv_waits,
             admission,
             self.retracted,

@@ -35,6 +35,7 @@ const WHY_NOT = {
   no_kv: "Nothing joins: the KV cache has no room for another request and its answer",
   no_window: "Nothing joins: the pool of sliding windows is full",
   prompt_cut: "The next request waits until the rest of another prompt is computed",
+  on_host: "The next request waits for its KV from host memory",
   offloaded_first: "Nothing joins: requests in host memory resume first",
   online_first: "Nothing joins: an online request goes first",
   decodes_first: "Nothing joined the last step: it only decoded, by the cost model",

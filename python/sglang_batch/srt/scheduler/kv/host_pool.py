@@ -37,6 +37,18 @@ Run = tuple[int, int]
 """Consecutive pages: the first one and their number."""
 
 
+class HostKv(NamedTuple):
+    """KV on the host: of a request, or of a prefix.
+
+    name: of its pages in :class:`HostRoom`.
+    tokens: their number, and ``runs`` the pages.
+    """
+
+    name: str
+    tokens: int
+    runs: Sequence[Run]
+
+
 def recompute_time_s(cost: StepCost, num_tokens: int, prefix_len: int) -> float:
     """Seconds to compute ``num_tokens`` of prompt and answer again behind a prefix."""
     attended = num_tokens * (num_tokens + 2 * prefix_len)
@@ -215,6 +227,29 @@ class HostPool:
         widths = [width * self._host.itemsize for width in self._widths]
         return list(rows.split(widths, dim=-1))
 
+    def empty_rows(self, num_tokens: int, device: torch.device) -> torch.Tensor:
+        """Memory for the KV of so many tokens, laid out as here."""
+        return torch.empty(
+            (num_tokens, self._host.shape[1]), dtype=self._host.dtype, device=device
+        )
+
+    def host_rows(
+        self, runs: Sequence[Run], begin: int, end: int
+    ) -> Iterator[torch.Tensor]:
+        """The KV of tokens [begin, end) of these pages, in pieces."""
+        for first, length in runs:
+            tokens = length * self.page_size
+            low, high = max(begin, 0), min(end, tokens)
+            if low < high:
+                at = first * self.page_size
+                yield self._host[at + low : at + high]
+            begin, end = begin - tokens, end - tokens
+
+    def let_wait(self, stream: Any) -> None:
+        """Have a stream wait for all copies so far."""
+        if self._device is not None:
+            self._device.let_wait(stream)
+
     def save(self, slots: torch.Tensor, runs: Sequence[Run]) -> None:
         """Copy the KV of ``slots`` ``[n]`` to the host, to these pages. The slots may be
         freed at once."""
@@ -307,6 +342,9 @@ class _DeviceBuffer:
             part.copy_(host, non_blocking=True)
         self._to_slots.append((part, slots))
         self._fill = fill
+
+    def let_wait(self, stream: Any) -> None:
+        stream.wait_stream(self._stream)
 
     def end_step(self) -> None:
         self._fill_slots()

@@ -31,7 +31,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from ....scheduling.job_state import JobState
 from ...compat.scheduler_types import Req
-from .host_pool import Run, recompute_time_s
+from .host_pool import HostKv, Run, recompute_time_s
 from .offloading import KvOffloader
 
 Digest = bytes
@@ -124,7 +124,7 @@ class HostPrefixes:
         saved = _Saved(name, job, begin, end, runs, digests)
         self._offloader.wait_for_forward()
         slots = self._cache.path_device_indices(node)[begin:end]
-        self._offloader.pool.save(slots, saved.runs)
+        self._offloader.save(name, slots, saved.runs)
         self._saved[name] = saved
         self._found_by.update(dict.fromkeys(digests, saved))
         self.num_saved += 1
@@ -196,16 +196,19 @@ class HostPrefixes:
         self._cache.unlock(lock)
         return 0 if slots is None else end
 
-    def restorable(self, prompt: Prompt, depths: Sequence[int]) -> int:
-        """The tokens of the prompt that the tree would hold after :meth:`restore`: 0 if
-        nothing of it is on the host."""
+    def missing(
+        self, prompt: Prompt, depths: Sequence[int]
+    ) -> tuple[list[HostKv], int]:
+        """The KV that :meth:`restore` would load, and the tokens of the prompt that the tree
+        would hold then: 0 if nothing of it is on the host."""
         if not self._saved or not depths:
-            return 0
+            return [], 0
         match: MatchResult = self._cache.match_prefix(
             MatchPrefixParams(key=prompt.key(depths[-1]))
         )
         parts = self._parts(prompt, depths, match.device_prefix_len)
-        return parts[-1][1] if parts else 0
+        found = [HostKv(p.name, p.end - p.begin, p.runs) for p, _ in parts]
+        return found, parts[-1][1] if parts else 0
 
     def _load(
         self, parts: list[tuple[_Saved, int]], slots: torch.Tensor, matched: int
@@ -213,7 +216,7 @@ class HostPrefixes:
         at = matched
         for saved, end in parts:
             here = slots[at - matched : end - matched]
-            self._offloader.pool.load(here, saved.runs, at - saved.begin)
+            self._offloader.load(saved.name, here, saved.runs, at - saved.begin)
             at = end
             self._saved[saved.name] = self._saved.pop(saved.name)  # the last one used
         self.num_restored += len(parts)
@@ -226,7 +229,7 @@ class HostPrefixes:
         for digest in saved.digests:
             if self._found_by.get(digest) is saved:
                 del self._found_by[digest]
-        self._offloader.room.give_back(name)
+        self._offloader.forget(name)
         return True
 
     def drop_of(self, job: JobState) -> None:

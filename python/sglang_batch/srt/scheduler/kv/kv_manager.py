@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 from sglang.srt.mem_cache.common import release_kv_cache
 
 from ....scheduling.job_state import JobState
-from ....scheduling.next_step import put_back
+from ....scheduling.next_step import always, put_back
 from ....scheduling.scheduled_request import ScheduledRequest
 from ...compat.scheduler_types import Req, ScheduleBatch, Scheduler
 from ..engine_jobs import EngineJobs, SchedulerPart
@@ -95,6 +95,7 @@ class HostRequests:
             "offload_saves": offloader.pool.num_saves if offloader else 0,
             "offload_loads": offloader.pool.num_loads if offloader else 0,
             "offload_recomputed": self.num_recomputed,
+            "prefetches": int(bool(offloader and offloader.near)),
             "prefixes_saved": host.num_saved if host else 0,
             "prefixes_restored": host.num_restored if host else 0,
         }
@@ -104,7 +105,9 @@ class HostRequests:
         offloader, recorder = self._offloader, self._recorder
         if offloader is not None:
             offloader.pool.end_step()
-            recorder.kv_waits = offloader.pool.num_loads - recorder.totals["kv_waits"]
+            totals = recorder.totals
+            recorder.prefetched = offloader.num_prefetched - totals["prefetched"]
+            recorder.kv_waits = offloader.pool.num_loads - totals["kv_waits"]
 
 
 def _merged(running_batch: ScheduleBatch, back: ScheduleBatch) -> ScheduleBatch:
@@ -121,6 +124,7 @@ class KvManager(SchedulerPart):
         on_host: the requests that are on the host.
         decodes_fit: whether all running requests of this step have room for their next
             tokens, even if each of them begins a page.
+        is_near: whether the KV of a request on the host need not be waited for.
     """
 
     def __init__(self, scheduler: Scheduler, jobs: EngineJobs) -> None:
@@ -129,6 +133,7 @@ class KvManager(SchedulerPart):
         self._offloads = jobs.offloader is not None
         self._offloader = cast("KvOffloader", jobs.offloader)
         self.on_host = HostRequests(jobs)
+        self.is_near: Callable[[ScheduledRequest], bool] = always
         self._alone = jobs.micro_batches.number == 1
         self._just_offloaded = False
         self.decodes_fit = False
@@ -221,7 +226,8 @@ class KvManager(SchedulerPart):
         if planned is None or not self._offloads:
             return False
         job, req = planned[0], request.req
-        if not request.takes_steps(self._kv_accounting.clock) or not can_offload(req):
+        takes_steps = request.takes_steps(self._kv_accounting.clock)
+        if not (takes_steps or request.prompt_only) or not can_offload(req):
             return False
         self._kv_accounting.remove(request)
         request.steps = len(req.output_ids) - 1
@@ -295,6 +301,8 @@ class KvManager(SchedulerPart):
         if not self.on_host.first or self._just_offloaded:
             return running_batch
         for rid, one in list(self.on_host.first.items()):
+            if running_batch.reqs and not self.is_near(one.request):
+                break
             need = self._tokens_to_resume(one)
             if need is None:  # a prefix of it is lost
                 self._recompute(rid)
@@ -313,7 +321,7 @@ class KvManager(SchedulerPart):
         if need is not None:
             return need
         accounting, shared = self._kv_accounting, one.kv.shared_len
-        on_host = self._prefixes.restorable(one.job, one.request) >= shared
+        on_host = self._prefixes.on_host(one.job, one.request)[1] >= shared
         if on_host:
             reserve = one.kv.num_tokens + accounting.growth + self._page_size
             self._prefixes.restore(one.job, one.request, reserve)

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sglang.srt.disaggregation.decode import DecodeReqToTokenPool
@@ -177,6 +179,8 @@ class KvOffloader:
 
     Attributes:
         room, pool: the pages of the host pool, by request, and their memory.
+        near: a ``KvPrefetch`` with copies of some of it near the device, if there is one.
+        num_prefetched: requests that resumed from there so far.
         most_bytes: the most that was in use so far.
 
     Raises:
@@ -196,6 +200,9 @@ class KvOffloader:
         num_pages = num_pages_of(scheduler, page_bytes, len(buffers[0]), pool_bytes)
         self.room = HostRoom(num_pages)
         self.pool = HostPool(buffers, num_pages, self._page_size)
+        self.near: Any = None
+        self.num_prefetched = 0
+        self.host_tokens = 0
         self.most_bytes = 0
         logger.info(
             "Host memory for KV of offloaded requests: %.2f GB, %d tokens.",
@@ -233,9 +240,10 @@ class KvOffloader:
         runs = self.room.take(req.rid, self.num_pages(req, shared_len), cost_s)
         # A copy: the row is given away while it is read.
         slots = self._rows.req_to_token[req.kv.req_pool_idx, shared_len:end].clone()
-        self.pool.save(slots, runs)
+        self.save(req.rid, slots, runs)
         self._release(req)
         offloaded = OffloadedRequest(req, shared_len, end - shared_len, runs)
+        self.host_tokens += offloaded.num_tokens
         self.most_bytes = max(self.most_bytes, self.host_bytes)
         return offloaded
 
@@ -254,6 +262,7 @@ class KvOffloader:
     def received(self, req: Req, num_tokens: int, runs: list[Run]) -> OffloadedRequest:
         """A request whose first ``num_tokens`` tokens of KV have come to the pages of its
         name."""
+        self.host_tokens += num_tokens
         return OffloadedRequest(req, 0, num_tokens, runs)
 
     def discard(self, req: Req) -> None:
@@ -266,6 +275,27 @@ class KvOffloader:
         release_kv_cache(req, self._tree, checkpoint=False)
         req.kv.cache_protected_len = 0
         req.last_node = None
+
+    def save(self, name: str, slots: torch.Tensor, runs: Sequence[Run]) -> None:
+        """Copy the KV of ``slots`` ``[n]`` to the host, to these pages, which have this
+        name."""
+        self.pool.save(slots, runs)
+        if self.near is not None:
+            self.near.keep(name, slots)
+
+    def load(
+        self, name: str, slots: torch.Tensor, runs: Sequence[Run], skip: int
+    ) -> bool:
+        """Copy KV on the host to ``slots`` ``[n]``: of these pages, which have this name,
+        without the first ``skip`` tokens.
+
+        Returns:
+            Whether it was near. If not, the next forward pass waits for the copy.
+        """
+        if self.near is not None and self.near.load(name, slots, skip):
+            return True
+        self.pool.load(slots, runs, skip)
+        return False
 
     def tokens_to_resume(self, offloaded: OffloadedRequest) -> int | None:
         """KV to allocate on the device, in tokens (whole pages). None if the tree has lost
@@ -317,7 +347,14 @@ class KvOffloader:
 
     def drop(self, offloaded: OffloadedRequest) -> None:
         """Free the host memory of a request that will not resume."""
-        self.room.give_back(offloaded.req.rid)
+        self.forget(offloaded.req.rid)
+        self.host_tokens -= offloaded.num_tokens
+
+    def forget(self, name: str) -> None:
+        """Give pages back, and those of the buffer with the same KV."""
+        if self.near is not None:
+            self.near.drop(name)
+        self.room.give_back(name)
 
     def _whole_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size) * self._page_size
@@ -344,7 +381,7 @@ class KvOffloader:
         self._rows.write((row, slice(matched, matched + len(slots))), slots)
         # The tree may have more of it by now.
         skip = matched - offloaded.shared_len
-        self.pool.load(slots, offloaded.runs, skip)
+        self.num_prefetched += self.load(req.rid, slots, offloaded.runs, skip)
         req.lock, req.last_node = lock, node
         req.kv.cache_protected_len = matched
         req.kv.cache_inserted_len = min(req.kv.cache_inserted_len, matched)

@@ -53,7 +53,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("choosing",),
     ),
     "sglang_batch.srt": (
-        ("compat", "cpu"),
+        ("compat",),
+        ("cpu",),
         ("engine",),
         ("calls",),
         ("attention", "overlap"),

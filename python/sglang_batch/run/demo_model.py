@@ -69,9 +69,6 @@ _LOGIT_STD = 4.0
 _UNWANTED_LOGIT = -6.0 * _LOGIT_STD
 _END_LOGIT = 1.25 * _LOGIT_STD
 
-# Query heads. There are half as many of keys and values.
-_HEADS = 4
-
 
 def write_demo_model(
     path: str | Path,
@@ -79,6 +76,9 @@ def write_demo_model(
     seed: int = 0,
     num_layers: int = 2,
     hidden_size: int = 64,
+    intermediate_size: int | None = None,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
     head_dim: int = 16,
     context_len: int = 2048,
     overwrite: bool = False,
@@ -91,7 +91,10 @@ def write_demo_model(
         path: the folder, which is created with its parents if missing.
         seed: of the weights, 0 or more.
         num_layers: decoder layers.
-        hidden_size: channels of the residual stream, a multiple of 4.
+        hidden_size: channels of the residual stream, a multiple of ``num_heads``.
+        intermediate_size: channels inside the MLP, by default twice ``hidden_size``.
+        num_heads: query heads, a multiple of ``num_kv_heads``.
+        num_kv_heads: key and value heads.
         head_dim: channels of one head, an even number.
         context_len: most tokens of prompt and answer together. A token is one byte.
         overwrite: replace a demo model with other arguments.
@@ -107,16 +110,18 @@ def write_demo_model(
     sizes = {
         "num_layers": num_layers,
         "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
-        "num_heads": _HEADS,
-        "num_kv_heads": _HEADS // 2,
+        "intermediate_size": (
+            2 * hidden_size if intermediate_size is None else intermediate_size
+        ),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "context_len": context_len,
     }
-    if hidden_size % _HEADS or head_dim % 2:
+    if hidden_size % num_heads or num_heads % num_kv_heads or head_dim % 2:
         raise ValueError(
-            f"hidden_size {hidden_size} must be a multiple of {_HEADS}, and head_dim "
-            f"{head_dim} even"
+            f"hidden_size {hidden_size} must be a multiple of num_heads {num_heads}, that "
+            f"one of num_kv_heads {num_kv_heads}, and head_dim {head_dim} even"
         )
     folder = Path(path)
     arguments = {"seed": seed, **sizes}

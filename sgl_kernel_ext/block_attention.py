@@ -100,16 +100,16 @@ def _add(value0, value1, value2, value3, weights, sums, row, dim, lanes):  # typ
             sums[y + _ROW2], sums[y + _ROW3] = sum2, sum3
 
 
-def _queries(q: Any, k: Any, dim: int) -> Any:
+def _queries(q: Any, k: Any, v: Any, dim: int) -> Any:
     """The queries of a block: of each value, or of each pair of bfloat16, its lanes."""
     raise NotImplementedError("only compiled code calls it")
 
 
 @overload(_queries, inline="always")
-def _compiled_queries(q, k, dim):  # type: ignore[no-untyped-def]
-    if HAS_PAIRS and q.dtype == k.dtype == types.uint16:
-        return lambda q, k, dim: np.zeros(dim // 2 * LANES, np.uint32)
-    return lambda q, k, dim: np.zeros(dim * LANES, np.float32)
+def _compiled_queries(q, k, v, dim):  # type: ignore[no-untyped-def]
+    if HAS_PAIRS and q.dtype == k.dtype == v.dtype == types.uint16:
+        return lambda q, k, v, dim: np.zeros(dim // 2 * LANES, np.uint32)
+    return lambda q, k, v, dim: np.zeros(dim * LANES, np.float32)
 
 
 def _put(queries: Any, lane: int, query: Any, scale: float) -> None:
@@ -253,7 +253,7 @@ def _attend(  # type: ignore[no-untyped-def]
 ):
     """Attention of the blocks ``first`` to ``last``, as :func:`attend_blocks`."""
     dim, group = q.shape[2], q.shape[1] // k.shape[1]
-    queries = _queries(q, k, dim)
+    queries = _queries(q, k, v, dim)
     # Two by two, the values of a tile and their weights, where these are multiplied so.
     pairs = np.zeros(_TILE // 2 * (dim + LANES), np.uint32)
     sums = np.zeros(dim * LANES, np.float32)

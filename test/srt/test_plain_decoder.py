@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import preloaded
 import pytest
 from forked_children import command
+from sglang.srt.models.llama import LlamaMLP
 from tiny_checkpoints import write_checkpoint
+
+from sglang_batch.srt.cpu.plain_decoder import _is_known
 
 # SGLang's own scheduler mixes steps here, ours would not; biases; heads with norms.
 CASES: dict[str, dict[str, Any]] = {
@@ -46,3 +50,20 @@ def test_states_are_those_of_sglangs_modules(
     assert found["different"] == 0
     assert found["odd"] == 0
     assert found["changed"]
+
+
+def test_other_code_is_left_to_sglang() -> None:
+    class Alike(LlamaMLP):  # type: ignore[misc]
+        pass
+
+    class Other(LlamaMLP):  # type: ignore[misc]
+        def forward(self, x: Any, forward_batch: Any = None) -> Any:
+            return x
+
+    class Hooked(LlamaMLP):  # type: ignore[misc]
+        @wraps(LlamaMLP.forward)
+        def forward(self, *args: Any) -> Any:
+            return LlamaMLP.forward(self, *args)
+
+    known = [_is_known(kind.__new__(kind)) for kind in (LlamaMLP, Alike, Other, Hooked)]
+    assert known == [True, True, False, False]

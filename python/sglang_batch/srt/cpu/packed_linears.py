@@ -79,6 +79,14 @@ def packed_weight(layer: torch.nn.Module) -> torch.Tensor | None:
     return _copies.of(layer) if _copies.are_used else None
 
 
+def multiply(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """A linear layer's output for ``[..., in_features]``, from its :func:`packed_weight`."""
+    linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise
+    return linear(x, packed, bias, "none", [], "")
+
+
 def version() -> int:
     """Another number once weights may have changed in place."""
     return _copies.version
@@ -93,8 +101,7 @@ def _linear(
     packed = packed_weight(layer)
     if packed is None or x.dtype != packed.dtype:
         return None
-    linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise
-    return linear(x, packed, bias, "none", [], "")
+    return multiply(x, packed, bias)
 
 
 def leave_to_torch() -> None:
@@ -108,14 +115,14 @@ def use() -> None:
     if not torch.backends.mkldnn.is_available() or hasattr(method, _PACKED):
         return
     setattr(method, _PACKED, True)
-    load, multiply = method.process_weights_after_loading, method.apply
+    load, stock = method.process_weights_after_loading, method.apply
 
     @wraps(load)
     def process_weights_after_loading(method: Any, layer: torch.nn.Module) -> None:
         load(method, layer)
         _copies.pack(layer)
 
-    @wraps(multiply)
+    @wraps(stock)
     def apply(
         method: Any,
         layer: torch.nn.Module,
@@ -123,7 +130,7 @@ def use() -> None:
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         found = _linear(layer, x, bias)
-        return multiply(method, layer, x, bias) if found is None else found
+        return stock(method, layer, x, bias) if found is None else found
 
     method.process_weights_after_loading = process_weights_after_loading
     method.apply = apply

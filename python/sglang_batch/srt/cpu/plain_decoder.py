@@ -1,8 +1,8 @@
 """Steps of decoders like Llama's on a CPU, without SGLang's modules between the kernels.
 
-A decode step of a small model spends a quarter of its time in Python: SGLang's modules call
-one another, and tensors are split, viewed and copied between them. Here the layers of such a
-model are a list, and a step calls the same kernels one after the other. Whatever SGLang's
+A decode step of a small model spends much of its time in Python: SGLang's modules call one
+another, and tensors are split, viewed and copied between them. Here the layers of such a model
+are a list, and a step calls the same kernels one after the other. Whatever SGLang's
 modules do besides (adapters, quantization, ranks, hooks, captured states) is left to them.
 """
 
@@ -30,7 +30,7 @@ from sgl_kernel_ext.host_kernels import DTYPES, array
 
 from ...errors import UnsupportedSGLang
 from ..compat.sglang_release import installed_release
-from . import packed_linears
+from . import packed_linears, token_layers
 from .cpu_attention import FastAttention
 
 # What a step here does in the place of: methods of SGLang's models, and the digests of their
@@ -61,8 +61,7 @@ class _Linear(NamedTuple):
     bias: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        multiply: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise
-        return multiply(x, self.weight, self.bias, "none", [], "")
+        return packed_linears.multiply(x, self.weight, self.bias)
 
 
 class _Norm(NamedTuple):
@@ -130,11 +129,7 @@ def _linear(layer: Any, dtype: torch.dtype) -> _Linear:
 
 def _norm(layer: Any, width: int) -> _Norm:
     _only(
-        type(layer) is RMSNorm,
-        layer.variance_size_override is None,
-        not layer.cast_x_before_out_mul,
-        not layer.fp32_residual,
-        layer.override_orig_dtype is None,
+        type(layer) is RMSNorm and token_layers.is_plain_norm(layer),
         layer.weight.shape == (width,),
         layer.weight.dtype in DTYPES,
     )
@@ -153,7 +148,7 @@ def _layer(layer: Any, next_norm: Any, dtype: torch.dtype, pool: Any) -> _Layer:
         reads.v_head_dim == rotary.head_size == dim,
         dim % 4 == 0 and heads <= LANES * kv_heads,
         type(rotary).forward is RotaryEmbedding.forward,
-        type(rotary).forward_native is RotaryEmbedding.forward_native,
+        token_layers.rotates_plainly(type(rotary)),
         not hasattr(rotary, "sin_cos_cache"),
         rotary.cos_sin_cache.dtype in DTYPES,
     )

@@ -18,10 +18,26 @@ def use(platform: str) -> None:
     """Have SGLang's layers call the kernels on an out-of-tree platform, by its key."""
     ops = {SiluAndMul: _silu_and_mul, RMSNorm: _rms_norm, RotaryEmbedding: _rotate}
     for subclass in _subclasses(RotaryEmbedding):
-        if subclass.forward_native is RotaryEmbedding.forward_native:
+        if rotates_plainly(subclass):
             ops[subclass] = _rotate
     for op, forward in ops.items():
         BaseFusedOp.register_oot_forward(op, forward, platform)
+
+
+def rotates_plainly(kind: type[RotaryEmbedding]) -> bool:
+    """Whether a class of embeddings rotates as the base class."""
+    same: bool = kind.forward_native is RotaryEmbedding.forward_native
+    return same
+
+
+def is_plain_norm(layer: RMSNorm) -> bool:
+    """Whether a norm of all values is computed and rounded as the kernel does."""
+    return (
+        layer.variance_size_override is None
+        and not layer.cast_x_before_out_mul
+        and not layer.fp32_residual
+        and layer.override_orig_dtype is None
+    )
 
 
 def _subclasses(base: type) -> list[Any]:
@@ -56,10 +72,7 @@ def _rms_norm(
     tensors = (x, layer.weight) if residual is None else (x, layer.weight, residual)
     is_plain = (
         post_residual_addition is None
-        and layer.variance_size_override is None
-        and not layer.cast_x_before_out_mul
-        and not layer.fp32_residual
-        and layer.override_orig_dtype is None
+        and is_plain_norm(layer)
         and x.shape[-1] == layer.hidden_size
         and x.dtype == tensors[-1].dtype
     )

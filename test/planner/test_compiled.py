@@ -40,6 +40,22 @@ def doubled(number):
 """
 
 
+@compiled.jit
+def half(number: float) -> float:
+    return number / 2
+
+
+@compiled.jit
+def quarter(number: float) -> float:
+    return half(half(number))
+
+
+def test_python_calls_functions_that_compiled_code_has_called() -> None:
+    assert quarter(8.0) == 2.0
+    assert half(3.0) == 1.5
+    assert half(3) == 1.5
+
+
 def test_modules_whose_constants_are_compiled_are_among_the_sources() -> None:
     known = {compiled.PLANNER / name for name in compiled.PLAIN_MODULES}
     sources = {

@@ -69,16 +69,41 @@ _located: list[type[Any]] = caching.CacheImpl._locator_classes
 _located[:0] = map(_by_sources, _located[:3])  # given, beside the source, the user's
 
 
+def _compiled(function: F, wide: bool = False, **options: Any) -> F:
+    """A function that numba compiles on first use, whose machine code is kept on disk.
+
+    Only for Python's calls: compiled code that calls it has its own copy of the code, from a
+    version that lacks what Python needs to call it, which would take as long to compile as
+    the function itself.
+
+    Args:
+        wide: arguments from compiled code have no constants and one size of integers among
+            their types, for each of which numba would compile another version.
+    """
+    from_python = numba.njit(cache=True, **options)(function)
+    inner = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)(
+        function
+    )
+
+    def resolve(args: tuple[Any, ...], kws: dict[str, Any]) -> Any:
+        if wide:
+            args = tuple(_wide(arg) for arg in args)
+        return inner.get_call_template(args, kws)
+
+    from_python.get_call_template = resolve
+    from_python.get_overload = inner.get_overload
+    same: F = from_python
+    return same
+
+
 def jit(function: F) -> F:
     """Compile with numba on first use and keep the machine code on disk."""
-    compiled: F = numba.njit(cache=True)(function)
-    return compiled
+    return _compiled(function)
 
 
 def jit_without_gil(function: F) -> F:
     """Compile a function that several threads may run at once."""
-    compiled: F = numba.njit(cache=True, nogil=True)(function)
-    return compiled
+    return _compiled(function, nogil=True)
 
 
 def jit_in_place(function: F) -> F:
@@ -92,27 +117,11 @@ def jit_in_place(function: F) -> F:
     compile as functions of their own than as part of their callers.
     """
     if len(function.__code__.co_code) < _SMALL_BYTECODE:
-        return jit_inlined(function)
-    # Nothing calls it by a pointer, and without a wrapper for C it compiles sooner.
-    compiled = numba.njit(cache=True, _nrt=False, no_cfunc_wrapper=True)(function)
-    resolve = compiled.get_call_template
-
-    def resolve_wide(args: tuple[Any, ...], kws: dict[str, Any]) -> Any:
-        return resolve(tuple(_wide(arg) for arg in args), kws)
-
-    compiled.get_call_template = resolve_wide
-    same: F = compiled
-    return same
-
-
-def jit_inlined(function: F) -> F:
-    """:func:`jit_in_place` as part of its callers, for a function that one other calls."""
-    compiled: F = numba.njit(cache=True, _nrt=False, inline="always")(function)
-    return compiled
+        small: F = numba.njit(cache=True, _nrt=False, inline="always")(function)
+        return small
+    return _compiled(function, wide=True, _nrt=False)
 
 
 def _wide(arg: Any) -> Any:
-    """The type of an argument. Without it, numba compiles a function for each constant and
-    each size of integers that it is called with."""
     arg = numba.types.unliteral(arg)
     return numba.types.int64 if isinstance(arg, numba.types.Integer) else arg

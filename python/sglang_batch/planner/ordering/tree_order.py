@@ -81,7 +81,9 @@ def _sort_children(
         first, last = begin[node], begin[node + 1]
         if last - first >= _FEW:
             by_value = np.argsort(values[first:last], kind="mergesort")
-            children[first:last] = children[first:last][by_value]
+            unsorted = children[first:last].copy()
+            for i in range(last - first):
+                children[first + i] = unsorted[by_value[i]]
             continue
         for i in range(first + 1, last):
             value, child = values[i], children[i]

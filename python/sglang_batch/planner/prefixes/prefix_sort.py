@@ -96,13 +96,15 @@ def _sort_groups(
     for g in range(len(groups)):
         most += (groups[g, 1] - groups[g, 0]) // 2 + 1
     waiting = np.empty((most, 3), np.int64)
-    waiting[: len(groups)] = groups
+    for g in range(len(groups)):
+        _put(waiting, g, groups[g, 0], groups[g, 1], groups[g, 2])
     num_waiting = len(groups)
     num_found = 0
     found = np.empty((most if once else 0, 3), np.int64)
     while num_waiting:
         num_waiting -= 1
-        begin, end, depth = waiting[num_waiting]
+        row = waiting[num_waiting]
+        begin, end, depth = row[0], row[1], row[2]
         group = order[begin:end]
         varying = _fill_keys(tokens, offsets, group, depth, keys[begin:end])
         if varying == 0:
@@ -124,16 +126,22 @@ def _sort_groups(
                 one_more = keys[j] >> _TOKEN_BITS == key >> _TOKEN_BITS
                 lcp[j] = depth + one_more
             if np.uint32(key) == 0:  # these prompts end here, so they are equal
-                lcp[run + 1 : j] = depth + (key != 0)
+                for equal in range(run + 1, j):
+                    lcp[equal] = depth + (key != 0)
             elif j - run > 1:
                 if once:
-                    found[num_found] = run, j, depth + 2
+                    _put(found, num_found, run, j, depth + 2)
                     num_found += 1
                 else:
-                    waiting[num_waiting] = run, j, depth + 2
+                    _put(waiting, num_waiting, run, j, depth + 2)
                     num_waiting += 1
             run = j
     return found[:num_found].copy()
+
+
+@jit
+def _put(groups: Int64s, at: int, begin: int, end: int, depth: int) -> None:
+    groups[at, 0], groups[at, 1], groups[at, 2] = begin, end, depth
 
 
 @jit
@@ -199,7 +207,8 @@ def _sort_by_key(
         if varying >> shift & np.uint64(1) == 0:
             shift += np.uint64(1)
             continue
-        place[:] = 0
+        for digit in range(len(place)):
+            place[digit] = 0
         for key in keys:
             place[key >> shift & mask] += 1
         total = 0
@@ -215,5 +224,5 @@ def _sort_by_key(
         in_spare = not in_spare
         shift += np.uint64(_DIGIT_BITS)
     if in_spare:
-        spare_keys[:] = keys
-        spare_order[:] = order
+        for j in range(n):
+            spare_keys[j], spare_order[j] = keys[j], order[j]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..admission_rules.followers import MOST_FOLLOWERS
 from ..admission_rules.kv_forecast import add_row, peak_cells_with
-from ..compiled import jit_in_place, jit_inlined
+from ..compiled import jit_in_place
 from ..kv_lengths.batch_state import (
     TREE,
     RunningRows,
@@ -48,7 +48,7 @@ from .request_stages import (
 from .step_admission import compute, fits, overtakes
 
 
-@jit_inlined
+@jit_in_place
 def batch_prefill(sim: Sim, lengths: RowLengths) -> tuple[int, float]:
     state = sim.state
     if sim.queue.rule > 0 and wants_switch(

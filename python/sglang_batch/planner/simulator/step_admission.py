@@ -20,7 +20,7 @@ from ..admission_rules.dual_scanner import (
     steady_prefill_tokens,
 )
 from ..admission_rules.followers import MOST_FOLLOWERS
-from ..compiled import jit_in_place, jit_inlined
+from ..compiled import jit_in_place
 from ..costs.cost_model import mixing_loss_s, tokens_read
 from ..machine_model import has_room, share
 from ..requests import LEFT, RIGHT
@@ -390,7 +390,7 @@ def _nobody_can_join(sim: Sim) -> bool:
     return bool(not prompt_begun(sim) and sim.state.running >= sim.engine.max_running)
 
 
-@jit_inlined
+@jit_in_place
 def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
     """Admit from both sides by the dual scanner's budgets."""
     state = sim.state

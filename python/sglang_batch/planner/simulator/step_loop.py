@@ -7,7 +7,7 @@ before they have resumed.
 
 from __future__ import annotations
 
-from ..compiled import jit_in_place, jit_inlined
+from ..compiled import jit_in_place
 from ..costs.cost_model import MIN_SPLIT_GAIN, matrix_seconds, mixing_loss_s, overlapped
 from ..kv_lengths.batch_state import tick
 from ..requests import Floats
@@ -93,7 +93,7 @@ def _sample(samples: Floats, stride: int, step: int, values: tuple[float, ...]) 
     return stride
 
 
-@jit_inlined
+@jit_in_place
 def _prompts(sim: Sim, lengths: RowLengths, target: float) -> tuple[int, float]:
     state = sim.state
     state.cut = 0
@@ -159,7 +159,7 @@ def _split_seconds(sim: Sim, tokens: int, attention: float, reads: float) -> flo
     return float(overlapped(prompts, decodes, sim.engine.split_exponent))
 
 
-@jit_inlined
+@jit_in_place
 def _charge(
     sim: Sim, tokens: int, attention: float, alone: bool, ended: int
 ) -> tuple[float, float, float]:
@@ -258,7 +258,7 @@ _STEPS_FREED = 8
 _MARGIN_UP, _MARGIN_MAX = 2.0, 0.2
 
 
-@jit_inlined
+@jit_in_place
 def offload_for_decodes(sim: Sim) -> bool:
     """Free KV for the next decodes. Returns whether any request was offloaded."""
     state = sim.state
@@ -278,7 +278,7 @@ def offload_for_decodes(sim: Sim) -> bool:
     return offloaded
 
 
-@jit_inlined
+@jit_in_place
 def resume(sim: Sim) -> None:
     """Resume offloaded requests, in the order in which they were offloaded."""
     state = sim.state

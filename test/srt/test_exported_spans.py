@@ -121,10 +121,14 @@ def spans_of_batch(traced: Traced, url: str) -> tuple[Batch, list[Span]]:
     """A batch of three lines, and all spans of its trace."""
     trace, batch = run_batch(url, 3)
     assert batch.status == "completed"
-    # The scheduler has exporters of its own.
+    # The scheduler has exporters of its own, and a front is another process than its engine.
     return batch, traced.collector.until(
         trace,
-        lambda spans: has_ended(spans) and len(named(spans, "decode_forward")) == 3,
+        lambda spans: (
+            has_ended(spans)
+            and len(named(spans, "decode_forward")) == 3
+            and len(of_requests(spans)) == 3
+        ),
     )
 
 

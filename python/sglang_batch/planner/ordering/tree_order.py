@@ -82,7 +82,7 @@ def _sort_children(
         if last - first >= _FEW:
             by_value = np.argsort(values[first:last], kind="mergesort")
             unsorted = children[first:last].copy()
-            for i in range(last - first):
+            for i in range(last - first):  # a slice would take longer to compile
                 children[first + i] = unsorted[by_value[i]]
             continue
         for i in range(first + 1, last):

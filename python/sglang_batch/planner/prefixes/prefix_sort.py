@@ -141,6 +141,7 @@ def _sort_groups(
 
 @jit
 def _put(groups: Int64s, at: int, begin: int, end: int, depth: int) -> None:
+    # By element, as elsewhere here: numba takes far longer to compile assignments of slices.
     groups[at, 0], groups[at, 1], groups[at, 2] = begin, end, depth
 
 

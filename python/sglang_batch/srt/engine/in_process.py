@@ -126,7 +126,7 @@ def engine(
 
 
 def kill_children() -> None:
-    """End the processes of an engine that failed."""
+    """End the processes of an engine that failed or does not finish starting."""
     children = psutil.Process().children(recursive=True)
     for child in children:
         with suppress(psutil.NoSuchProcess):

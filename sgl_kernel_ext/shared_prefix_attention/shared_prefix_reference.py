@@ -280,8 +280,8 @@ def _batch(
     """Query lengths, KV lengths and nodes of the most requests the planner takes."""
     count = min(len(OWN_LEN), planner.max_requests)
     q_len = np.ones(count, np.int32)
-    if count == len(OWN_LEN) and planner.max_tokens >= count - 1 + CHUNK:
-        q_len[-1] = CHUNK
+    if count == len(OWN_LEN):
+        q_len[-1] = min(CHUNK, planner.max_tokens - count + 1)
     nodes = np.array(REQUEST_NODE[:count], np.int32)
     shared = np.where(nodes >= 0, node_end[nodes], 0)
     return q_len, (shared + OWN_LEN[:count]).astype(np.int32), nodes

@@ -42,6 +42,7 @@ def test_every_command_can_run() -> None:
     assert "1,4,16,64,256,1024 256,32,256,64,32,256" in said["trees-64-8"]
     assert "tiles for pages of 1" in said["tune"]
     assert "fa3" in said["servers-correct"] and "torch" not in said["servers-correct"]
+    assert "drafts-of-a-model" in said["drafts-correct"]
     policies = {"lpm", "fcfs", "dfs-weight", "hrrn", "shortest-prefill-first", "lof"}
     assert policies | {"random", "routing-key"} <= said.keys()
     # Whatever a benchmark measures is kept.

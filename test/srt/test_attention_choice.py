@@ -10,7 +10,7 @@ import ast
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ from sglang_batch.srt.attention.attention_plans import StepPlans, sharing_backen
 from sglang_batch.srt.attention.prefix_forest import NO_GROUPS, PrefixForest
 from sglang_batch.srt.compat import support
 
-HEADS, DIM, SLOTS = 2, 16, 4000
+HEADS, DIM, SLOTS, DRAFTS = 2, 16, 4000, 4
 MODULES = {
     "FlashAttentionBackend": "flashattention_backend",
     "FlashInferAttnBackend": "flashinfer_backend",
@@ -382,9 +382,13 @@ def test_backends_that_share_are_found_within_others(backend: Sharing) -> None:
     halves = SimpleNamespace(decode_backend=Stock(), prefill_backend=backend)
     whole = SimpleNamespace(full_attn_backend=halves, linear_attn_backend=Stock())
     assert sharing_backends(whole) == [backend]
-    assert sharing_backends(whole, decodes=True) == []
+    assert sharing_backends(whole, ForwardMode.DECODE) == []
+    # SGLang verifies drafts by one of the two.
+    assert sharing_backends(whole, ForwardMode.TARGET_VERIFY) == [backend]
+    halves.spec_attn_is_decode = True
+    assert sharing_backends(whole, ForwardMode.TARGET_VERIFY) == []
     halves.decode_backend = halves.prefill_backend
-    assert sharing_backends(whole, decodes=True) == [backend]
+    assert sharing_backends(whole, ForwardMode.DECODE) == [backend]
     assert sharing_backends(backend) == [backend]
     assert sharing_backends(Stock()) == []
 
@@ -449,7 +453,6 @@ def backend() -> Sharing:
     decodes = planner()
     made.plans = StepPlans(decodes, planner(64), num_layers=3)
     made.implementation = Implementation("ours", run_reference, capturable=True)
-    made._fixed_grid = decodes.fixed_grid
     own = RadixAttention(HEADS, DIM, 0.25, num_kv_heads=HEADS, layer_id=0)
     made._layers = Layers([own], [])
     return made
@@ -458,8 +461,19 @@ def backend() -> Sharing:
 def decode(*kv_len: int) -> SimpleNamespace:
     lengths = torch.tensor(kv_len)
     return SimpleNamespace(
-        forward_mode=ForwardMode.DECODE, batch_size=len(kv_len), seq_lens_cpu=lengths
+        forward_mode=ForwardMode.DECODE,
+        batch_size=len(kv_len),
+        seq_lens_cpu=lengths,
+        needs_forward_metadata_init=lambda: True,
     )
+
+
+def verify(*before: int) -> SimpleNamespace:
+    """``DRAFTS`` tokens of each request, which SGLang's lengths do not count."""
+    batch = decode(*before)
+    batch.forward_mode = ForwardMode.TARGET_VERIFY
+    batch.spec_info = SimpleNamespace(draft_token_num=DRAFTS)
+    return batch
 
 
 def groups(*nodes: int, end: int = 1000) -> PrefixForest:
@@ -520,7 +534,7 @@ def test_each_step_replays_the_graph_that_pays(backend: Sharing) -> None:
     assert backend._step is not None and backend._step.plan is first.plan
     assert step(groups(-1, -1, -1), 1010, 1020, 1030) == ALONE
     assert step(groups(0, 0, 0, end=2), 30, 20, 10) == ALONE
-    assert step(NO_GROUPS, 30, 20) == ALONE  # a batch that the scheduler did not make
+    assert step(NO_GROUPS, 30, 20) == ALONE  # not the scheduler's, and not counted
     # What replays is what was selected, whatever would pay.
     backend.groups = same
     backend.asked.clear()
@@ -528,7 +542,7 @@ def test_each_step_replays_the_graph_that_pays(backend: Sharing) -> None:
     assert backend.asked == ["replay"] and backend._step is None
     assert backend.shared_read_ends(ForwardMode.DECODE) != SharedReadEnds.UNKNOWN
     counts = backend.plans.counts
-    assert (counts["attention_steps"], counts["attention_steps_shared"]) == (6, 2)
+    assert (counts["attention_steps"], counts["attention_steps_shared"]) == (5, 2)
     assert counts["kv_read_bytes_saved"] == 2 * 2 * 1000 * 256 * 3
 
 
@@ -548,6 +562,112 @@ def test_steps_without_a_graph(backend: Sharing) -> None:
     backend.init_forward_metadata(mixed)
     assert backend.asked == ["eager"] and backend._step is None
     assert backend.plans.counts["attention_steps"] == 2
+
+
+@pytest.fixture
+def verifying(backend: Sharing) -> Sharing:
+    backend.plans = StepPlans(planner(), planner(8 * DRAFTS), 3, DRAFTS)
+    return backend
+
+
+def test_drafts_in_a_row_are_verified_like_decodes(verifying: Sharing) -> None:
+    """Also beside steps of the same requests without drafts."""
+    same, kept = groups(0, 0, 0), []
+    for batch in (decode(1010, 1020, 1030), verify(1010, 1020, 1030), verify(30, 20)):
+        verifying.groups = same
+        verifying.init_forward_metadata(batch)
+        kept.append(verifying._step)
+    assert verifying.asked == ["eager"] and kept.pop() is None
+    decodes, drafts = (step.plan for step in kept)
+    assert (decodes.num_tokens, drafts.num_tokens) == (3, 3 * DRAFTS)
+    assert drafts.kv_len.tolist() == [1014, 1024, 1034]
+    # Trees of them are left to SGLang, and count as steps.
+    verifying.plans = StepPlans(planner(), None, 3)
+    verifying.groups = same
+    verifying.init_forward_metadata(verify(1010, 1020, 1030))
+    assert verifying.asked == ["eager"] * 2 and verifying._step is None
+    assert verifying.plans.counts["attention_steps"] == 1
+    assert verifying.plans.counts["kv_read_bytes"] == (3060 + 3 * DRAFTS) * 256 * 3
+
+
+def test_graphs_of_drafts_in_a_row(verifying: Sharing) -> None:
+    mode = ForwardMode.TARGET_VERIFY
+    runner = SimpleNamespace(attn_backend=verifying)
+    variants = variants_for(lambda *_: None, runner, mode, DRAFTS)
+    assert isinstance(variants, ShareVariants)
+    for label in variants.capture_labels:
+        _set_capture_attention_variant(label)
+        verifying.init_forward_metadata_out_graph(verify(1, 1, 1), in_capture=True)
+    _set_capture_attention_variant(None)
+    assert verifying.asked == ["capture"] and verifying._step is not None
+    assert verifying._step.plan.num_tokens == 3 * DRAFTS
+    assert verifying._grid == verifying._step.plan.planner.fixed_grid
+    torch.manual_seed(0)
+    verifying._slots = torch.randperm(SLOTS)[: 4 * 1000].view(4, 1000).int()
+    verifying._slots[:3, :900] = verifying._slots[0, :900].clone()
+    k, v = (torch.randn(SLOTS, HEADS, DIM) for _ in range(2))
+    verifying._kv = SimpleNamespace(get_kv_buffer=lambda _: (k, v))
+    verifying.groups = groups(0, 0, 0, end=900)
+    batch = verify(910, 920, 930)
+    assert variants.select(batch) == SHARED
+    padded = verify(910, 920, 930, 1)
+    padded.seq_lens = padded.seq_lens_cpu
+    verifying.init_forward_metadata_out_graph(padded)
+    # SGLang prepares drafts, and then asks again which graph to replay.
+    batch.needs_forward_metadata_init = lambda: False
+    assert variants.select(batch) == SHARED
+    verifying._grid = None  # of the kernel's launch; PyTorch has none
+    q = torch.randn(4 * DRAFTS, HEADS * DIM)
+    layer = verifying._layers.shared[0]
+    out = verifying.forward_extend(q, None, None, layer, padded)
+    wanted, _ = attention_ref(
+        q.view(-1, HEADS, DIM), k, v, verifying._slots, [DRAFTS] * 4,
+        [914, 924, 934, 5], [0, 1, 2, 0], 1, 0.25,
+    )  # fmt: skip
+    torch.testing.assert_close(out.view_as(wanted), wanted, atol=1e-5, rtol=1e-5)
+    assert verifying.plans.counts["attention_steps_shared"] == 1
+
+
+@pytest.mark.parametrize(
+    ("drafts", "wanted"), [((None, None, None), 0), (("NGRAM", 1, 6), 6), (("EAGLE", 4, 6), 0), (("NGRAM", 1, 1), 0)]
+)  # fmt: skip
+def test_a_chain_of_drafts_has_a_planner(
+    monkeypatch: pytest.MonkeyPatch, drafts: tuple[Any, ...], wanted: int
+) -> None:
+    names = "algorithm", "eagle_topk", "num_draft_tokens"
+    spec = {
+        f"speculative_{name}": value for name, value in zip(names, drafts, strict=True)
+    }
+    schedule = SimpleNamespace(enable_mixed_chunk=False)
+    monkeypatch.setattr(attention_backend, "get_spec", lambda: SimpleNamespace(**spec))
+    monkeypatch.setattr(attention_backend, "get_schedule", lambda: schedule)
+    runner = model_runner("torch", "cpu")
+    runner.req_to_token_pool.req_to_token = torch.zeros(5, 100, dtype=torch.int32)
+    stock = Stock()
+    stock.needs_cpu_seq_lens = False  # as FlashAttention 3 has it
+    attention_backend.share(stock, runner, Layers([attention()], []))
+    plans = cast("SharedPrefixMixin", stock).plans
+    assert plans.width(ForwardMode.TARGET_VERIFY) == wanted
+    assert plans._chunks is None or plans._chunks.max_tokens == 5 * wanted
+    assert stock.needs_cpu_seq_lens
+
+
+def test_a_draft_model_does_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.arg_groups import model_override_base
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    for module, name in (
+        (model_override_base, "get_default_attn_backend"),
+        (attention_choice, "model_obstacle"),
+    ):
+        monkeypatch.setattr(module, name, lambda *_: "triton")
+    monkeypatch.setitem(ATTENTION_BACKENDS, "triton", lambda runner: Stock())
+    runner = model_runner()
+    runner.model_config, runner.is_draft_worker = None, True
+    assert type(attention_choice.make_backend(runner)) is Stock
+    runner.is_draft_worker = False
+    with pytest.raises(ConfigError, match="shared_prefix does not work with triton"):
+        attention_choice.make_backend(runner)
 
 
 def test_layers_that_are_left_are_prepared_and_run_by_the_stock_backend(
@@ -576,6 +696,7 @@ def test_layers_that_are_left_are_prepared_and_run_by_the_stock_backend(
 
 def test_both_graphs_of_a_size_read_one_plan_of_flashinfer(backend: Sharing) -> None:
     """FlashInfer makes a plan in every capture, and finds it by the size at a replay.
+    Drafts have plans of their own.
 
     Its source is read: it cannot be imported without a GPU.
     """
@@ -586,13 +707,18 @@ def test_both_graphs_of_a_size_read_one_plan_of_flashinfer(backend: Sharing) -> 
         "decode_wrappers = self._create_decode_wrappers(bs, num_tokens)",
         "self.decode_cuda_graph_metadata[bs] = decode_wrappers",
         "decode_wrappers=self.decode_cuda_graph_metadata[bs]",
+        "prefill_wrappers = self._create_prefill_wrappers(bs, use_custom_mask)",
+        "self.prefill_cuda_graph_metadata[bs] = prefill_wrappers",
+        "prefill_wrappers=self.prefill_cuda_graph_metadata[bs]",
     ):
         assert line in source
     assert list(ShareVariants.capture_labels) == [ALONE, SHARED]
-    first = [object()]
+    first, drafts = [object()], [object()]
     backend.decode_cuda_graph_metadata = {3: first}
+    backend.prefill_cuda_graph_metadata = {3: drafts}
     _set_capture_attention_variant(SHARED)
     found = backend._create_decode_wrappers(3, 3)
+    assert backend._create_prefill_wrappers(3, True) is drafts
     _set_capture_attention_variant(None)
     assert found is first
 

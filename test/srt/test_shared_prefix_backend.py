@@ -176,6 +176,42 @@ def test_kv_in_fp8_is_read_as_sglang_reads_it(
     assert found["torch"] != exact
 
 
+@pytest.mark.parametrize("breadth", [1, 4])
+def test_drafts_share_where_they_are_in_a_row(
+    demo_model: Path, cases: list[Case], tmp_path: Path, breadth: int
+) -> None:
+    """Steps without drafts share beside trees, too, which SGLang's backend verifies."""
+    few = 6
+    config = {"attention": "torch", "draft_requests": few}
+    config["step_log"] = str(tmp_path / STEPS)
+    with server(
+        demo_model,
+        "--offline-batch",
+        f"--offline-batch-dir={tmp_path / 'batches'}",
+        f"--offline-batch-config={json.dumps(config)}",
+        "--speculative-algorithm=NGRAM",
+        "--speculative-num-draft-tokens=4",
+        f"--speculative-ngram-max-bfs-breadth={breadth}",
+        "--max-running-requests=8",
+        log_dir=tmp_path,
+    ) as running:
+        found = {
+            each["custom_id"]: output_ids(each) for each in batch_of(running, cases)
+        }
+        with urllib.request.urlopen(f"{running.url}/server_info") as answer:
+            state = json.load(answer)["internal_states"][0]["offline_batch"]
+    assert found == {case.custom_id: case.output_ids for case in cases}
+    steps = read_steps(tmp_path / STEPS)
+    decodes = sum(steps[f"decode_{side}"] for side in SIDES)
+    assert state["attention_steps"] == (decodes > 0).sum()
+    saved = np.append(steps["kv_saved_bytes"][1:], 0)
+    drafts = (decodes > 0) & (decodes <= few)
+    assert (saved[decodes > few] > 0).any() and drafts.any()
+    assert (saved[drafts] > 0).any() == (breadth == 1)
+    read = state["kv_read_bytes"] + state["kv_read_bytes_saved"]
+    assert 0.2 < state["kv_read_bytes_saved"] / read < 0.9
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_jobs_at_random_are_answered_right(demo_model: Path, name: str) -> None:
     """Offloaded requests, followers, chunks, aborts and online requests go on beside."""

@@ -11,6 +11,7 @@ import torch
 from batches import client, jsonl, line, results, submit, wait
 from prompts import MAX_TOKENS, Case, reference
 from servers import server
+from tiny_drafts import drafts_of
 
 from sglang_batch.run.demo_model import write_demo_model
 
@@ -19,6 +20,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("accelerator")]
 EAGER = "--disable-cuda-graph"
 # SGLang's norms for a GPU have no float32.
 HALF, TRITON = "--dtype=float16", "--attention-backend=triton"
+NGRAM = (
+    "--speculative-algorithm=NGRAM",
+    "--speculative-num-draft-tokens=4",
+    "--speculative-ngram-max-bfs-breadth=1",
+)
 ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
     "graphs": ("triton", (HALF, TRITON)),
     "fa3": ("triton", ("--dtype=bfloat16", "--attention-backend=fa3")),
@@ -30,6 +36,9 @@ ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
     "eager": ("triton", (HALF, TRITON, EAGER)),
     "torch": ("torch", (HALF, TRITON, EAGER)),
     "chosen": ("auto", ("--dtype=bfloat16",)),
+    "drafts": ("triton", (HALF, TRITON, *NGRAM)),
+    "drafts-of-a-model": ("triton", (HALF, TRITON)),
+    "drafts-of-a-model-auto": ("auto", ("--dtype=bfloat16",)),
 }
 NUM_CASES = 40
 # Of the answers of transformers in float32, its own in float16 are equal in 39 of 40 and
@@ -57,7 +66,12 @@ def test_a_batch_on_a_gpu(
     attention, arguments = ENGINES[name]
     if name == "fa3" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("FlashAttention 3 is for Hopper")
-    config = json.dumps({"attention": attention})
+    if "of-a-model" in name:
+        arguments = (*arguments, *drafts_of(wide_model, "STANDALONE", 1, 4))
+    settings: dict[str, object] = {"attention": attention}
+    if NGRAM[0] in arguments:  # in each step, whatever it costs
+        settings["draft_requests"] = NUM_CASES
+    config = json.dumps(settings)
     lines = [
         line(
             case.custom_id,

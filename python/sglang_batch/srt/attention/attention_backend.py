@@ -2,7 +2,8 @@
 
 Before a forward, the scheduler sets the prefixes that its requests share
 (:mod:`.prefix_forest`), and :mod:`.attention_plans` decides whether reading each of them once
-is faster. If it is not, or if the step has no decodes, SGLang's backend runs it.
+is faster. If it is not, or if the step has no decodes, SGLang's backend runs it. Drafts that
+follow one another are verified like decodes.
 
 For decodes in CUDA graphs, SGLang captures a graph for each label of :class:`ShareVariants`,
 with and without shared prefixes, and has it choose one before each replay.
@@ -27,7 +28,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.runner_utils.capture_mode import (
     get_capture_attention_variant,
 )
-from sglang.srt.runtime_context import get_schedule
+from sglang.srt.runtime_context import get_schedule, get_spec
 
 from sgl_kernel_ext import shared_prefix_attention as kernels
 from sgl_kernel_ext.shared_prefix_attention import AttentionPlanner
@@ -53,8 +54,10 @@ class ShareVariants:
     def select(self, forward_batch: ForwardBatch) -> str:
         """The graph for the next decode batch, which is also set on the backend."""
         backend = self._backend
-        pays = backend.plans.pays(backend.groups, forward_batch)
-        backend.graph = SHARED if pays else ALONE
+        # Once drafts are prepared for verification, SGLang asks again.
+        if forward_batch.needs_forward_metadata_init():
+            pays = backend.plans.pays(backend.groups, forward_batch)
+            backend.graph = SHARED if pays else ALONE
         return backend.graph
 
 
@@ -71,10 +74,12 @@ def variants_for(
         ConfigError: the implementation of sharing cannot be captured in a graph.
     """
     found = original(model_runner, capture_forward_mode, *args, **kw)
-    sharing = sharing_backends(model_runner.attn_backend, decodes=True)
-    if found is not None or not sharing or not capture_forward_mode.is_decode():
+    sharing = sharing_backends(model_runner.attn_backend, capture_forward_mode)
+    if found is not None or not sharing:
         return found
     backend = sharing[0]
+    if not backend.plans.width(capture_forward_mode):
+        return found
     implementation = backend.implementation
     if not implementation.capturable:
         raise ConfigError(
@@ -170,16 +175,25 @@ def _implementation(
     return Implementation(chosen, kernels.run, capturable=True)
 
 
+def _drafts_in_a_row() -> int:
+    """Tokens of each request that a step verifies, 0 without drafts and for trees of them."""
+    spec = get_spec()
+    # SGLang has the breadth of NGRAM there, too.
+    if spec.speculative_algorithm is None or spec.speculative_eagle_topk != 1:
+        return 0
+    width = int(spec.speculative_num_draft_tokens)
+    # A plan of one token each ends at SGLang's lengths, which do not count it.
+    return width if width > 1 else 0
+
+
 class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
     """In front of one of SGLang's backends: runs the steps in which sharing is faster.
 
     groups: the shared prefixes of the next forward, set by the scheduler.
-    graph: the label of the CUDA graph of the next replay, set by :class:`ShareVariants`.
+    graph: the label of the CUDA graph of the newest replay, set by :class:`ShareVariants`.
     """
 
     shares_prefixes = True
-    # Plans are made from lengths on the host.
-    needs_cpu_seq_lens = True
     groups: PrefixForest = NO_GROUPS
     graph: str = ALONE
     implementation: Implementation
@@ -189,7 +203,6 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
     _slots: torch.Tensor
     _step: Step | None = None
     _grid: tuple[int, ...] | None = None
-    _fixed_grid: tuple[int, ...]
     _scaled: bool = False
 
     def set_up_sharing(self, model_runner: ModelRunner, layers: Layers) -> None:
@@ -219,27 +232,29 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
             max_requests=most_requests,
             max_nodes=NODES_PER_REQUEST * most_requests,
         )
-        mixed = None
+        schedule, drafts = get_schedule(), _drafts_in_a_row()
+        tokens = most_requests * drafts
         # Of a step with prompts, SGLang's model chooses whether its layers read latents.
-        if get_schedule().enable_mixed_chunk and not layers.latent:
-            # Steps compute chunks of prompts together with decodes. Steps run one after
-            # the other, so both kinds share one workspace for partial results.
-            chunk = max(0, int(get_schedule().chunked_prefill_size or 0))
-            mixed = planner(max_tokens=most_requests + chunk)
-        workspace = mixed.workspace if mixed else None
+        if not drafts and schedule.enable_mixed_chunk and not layers.latent:
+            # Steps compute chunks of prompts together with decodes.
+            tokens = most_requests + max(0, int(schedule.chunked_prefill_size or 0))
+        # Steps run one after the other, so both kinds share one workspace for partial results.
+        chunks = planner(max_tokens=tokens) if tokens else None
+        workspace = chunks.workspace if chunks else None
         decodes = planner(max_tokens=most_requests, workspace=workspace)
         self.implementation = _implementation(model_runner, decodes)
         if self.implementation.run is kernels.run:
             named = model_runner.model.named_parameters()
             sinks = next((each for name, each in named if name.endswith("sinks")), None)
             features = kernels.Features(layers.shared[0].logit_cap, sinks)
-            for each in filter(None, (decodes, mixed)):
+            for each in filter(None, (decodes, chunks)):
                 kernels.try_out(each, int(self._slots.shape[1]), features)
-        self.plans = StepPlans(decodes, mixed, len(layers.shared))
-        self._fixed_grid = decodes.fixed_grid
+        self.plans = StepPlans(decodes, chunks, len(layers.shared), drafts)
         self._scaled = decodes.quantised and not isinstance(
             self, TorchNativeAttnBackend
         )
+        # Plans are made from lengths on the host. Some backends want none of drafts.
+        self.needs_cpu_seq_lens = True
 
     # SGLang's interface ---------------------------------------------------------------
 
@@ -264,21 +279,15 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
         groups, self.groups = self.groups, NO_GROUPS
-        graph, self.graph = self.graph, ALONE
+        graph = get_capture_attention_variant() if in_capture else self.graph
         self._step = self._grid = None
-        decodes = forward_batch.forward_mode.is_decode()
-        if in_capture:
-            graph = get_capture_attention_variant()
-        if decodes and graph == SHARED:
-            self._grid = self._fixed_grid
-            if in_capture:
-                self._step = self.plans.for_capture(forward_batch.batch_size)
-            else:
-                self._step = self.plans.for_graph(groups, forward_batch)
+        if graph == SHARED and self.plans.width(forward_batch.forward_mode):
+            self._step = self.plans.for_graph(groups, forward_batch)
+            self._grid = self._step.plan.planner.fixed_grid
             if not self._layers.why_not:
                 return
-        elif decodes and not in_capture:
-            self.plans.without_plan(len(groups.table_row), forward_batch)
+        elif len(groups.table_row):
+            self.plans.without_plan(groups, forward_batch)
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
 
     def _create_decode_wrappers(self, bs: int, num_tokens: int) -> Any:
@@ -289,6 +298,12 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
         if get_capture_attention_variant() == SHARED:
             return self.decode_cuda_graph_metadata[bs]
         return super()._create_decode_wrappers(bs, num_tokens)
+
+    def _create_prefill_wrappers(self, bs: int, use_custom_mask: bool = False) -> Any:
+        """The same for drafts."""
+        if get_capture_attention_variant() == SHARED:
+            return self.prefill_cuda_graph_metadata[bs]
+        return super()._create_prefill_wrappers(bs, use_custom_mask)
 
     def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._share_or_leave(super().forward_decode, *args, **kwargs)

@@ -47,12 +47,14 @@ def make_backend(model_runner: ModelRunner) -> AttentionBackend:
     """SGLang's factory for ``--attention-backend shared_prefix``.
 
     The result is the backend that SGLang itself would choose, made to share, or SGLang's
-    Triton backend where that one cannot share. Errors are those of :func:`share_by_default`.
+    Triton backend where that one cannot share. A draft model's is as it is. Errors are those
+    of :func:`share_by_default`.
     """
     from sglang.srt.arg_groups.model_override_base import get_default_attn_backend
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    found = model_obstacle(model_runner)
+    drafts = model_runner.is_draft_worker
+    found = None if drafts else model_obstacle(model_runner)
     if found is not None:
         raise ConfigError(
             f"--attention-backend {ATTENTION_BACKEND} does not work with {found}; "
@@ -68,7 +70,8 @@ def make_backend(model_runner: ModelRunner) -> AttentionBackend:
     )
     make = ATTENTION_BACKENDS[name if name in names else "triton"]
     backend: AttentionBackend = make(model_runner)
-    attention_backend.share(backend, model_runner, layers)
+    if not drafts:
+        attention_backend.share(backend, model_runner, layers)
     return backend
 
 
@@ -153,8 +156,6 @@ def _obstacle(model_runner: ModelRunner, kind: str) -> str | None:
     # Ours on a CPU are kinds of the last one.
     if kind not in (*CLASSES, "FastAttention", "CpuAttention"):
         return f"SGLang's {kind}"
-    if not model_runner.spec_algorithm.is_none():
-        return "drafts, which are verified and not decoded"
     if envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get():
         return "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
     return model_obstacle(model_runner)

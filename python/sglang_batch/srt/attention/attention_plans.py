@@ -21,7 +21,7 @@ from ..compat.scheduler_types import ScheduleBatch
 from .prefix_forest import NO_GROUPS, PrefixForest, PrefixForestBuilder
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -49,41 +49,42 @@ class StepPlans:
     """Plans the steps of one attention backend.
 
     decodes: planner for steps that only decode.
-    mixed: planner for steps that also compute prompts, or None if there are none.
+    chunks: planner for steps with several tokens of a request, or None if there are none:
+        drafts that are verified, or else prompts beside decodes.
+    drafts: tokens that a step verifies of each request, one after the other, or 0.
     counts: see ``_TOTALS``.
     """
 
     def __init__(
         self,
         decodes: AttentionPlanner,
-        mixed: AttentionPlanner | None,
+        chunks: AttentionPlanner | None,
         num_layers: int,
+        drafts: int = 0,
     ) -> None:
         self.counts = Counter(dict.fromkeys(_TOTALS, 0))
         self._decodes = decodes
-        self._mixed = mixed
+        self._chunks = chunks
+        self._drafts = drafts
         self._num_layers = num_layers
-        self._kept: Step | None = None  # the newest of the decodes' planner
+        self._kept: Step | None = None  # the newest whose requests have as many tokens
         self._judged: PrefixForest = NO_GROUPS
         self._judgement = False
         self._padded_of = self._padded_to = NO_GROUPS
         self._said_too_large = False
+
+    def width(self, mode: ForwardMode) -> int:
+        """Tokens of each request in such a forward, 0 where they differ or are a tree."""
+        if mode.is_decode():
+            return 1
+        return self._drafts if mode.is_target_verify() else 0
 
     def eager(self, groups: PrefixForest, forward_batch: ForwardBatch) -> Step | None:
         """The plan of a step without a CUDA graph, or None if sharing is not faster."""
         kv_len = host_lengths(forward_batch)
         if len(groups.table_row) != len(kv_len):
             return None  # no decodes, or not a batch of the scheduler
-        step: Step | None = None
-        if not len(groups.node_end):
-            pass  # nothing is shared
-        elif forward_batch.forward_mode.is_decode():
-            step = self._decode_step(groups, kv_len)
-        elif self._mixed is not None:
-            q_len = np.array(forward_batch.extend_seq_lens_cpu, np.int32)
-            step = self._new(self._mixed, q_len, kv_len, groups)
-        if step is not None and step.plan.predicted_gain < MIN_GAIN:
-            step = None
+        step = self._faster(groups, forward_batch, kv_len)
         self._count(kv_len, step)
         return step
 
@@ -92,49 +93,63 @@ class StepPlans:
 
         Decided once for the same groups, whose requests only grow.
         """
-        if not len(groups.node_end):
-            return False
         if groups is not self._judged:
             kv_len = host_lengths(forward_batch)
             if len(groups.table_row) != len(kv_len):
                 return False
-            step = self._decode_step(groups, kv_len)
-            self._judgement = step is not None and step.plan.predicted_gain >= MIN_GAIN
             self._judged = groups
+            self._judgement = self._faster(groups, forward_batch, kv_len) is not None
         return self._judgement
 
     def for_graph(self, groups: PrefixForest, forward_batch: ForwardBatch) -> Step:
-        """The plan for the replay of a captured decode graph.
+        """The plan for the capture or a replay of a decode graph.
 
         Rows of padding are computed too. Otherwise they would keep earlier values.
         """
         kv_len = host_lengths(forward_batch)
-        groups = self._padded(groups, len(kv_len))
-        step = self._decode_step(groups, kv_len)
+        padded = self._padded(groups, len(kv_len))
+        step = self._even_step(padded, forward_batch, kv_len)
         if step is None:
-            step = self._decode_step(_alone(groups.table_row), kv_len)
+            alone = np.full_like(padded.request_node, -1)
+            padded = NO_GROUPS._replace(table_row=padded.table_row, request_node=alone)
+            step = self._even_step(padded, forward_batch, kv_len)
         assert step is not None
-        self._count(kv_len, step)
+        if len(groups.table_row):  # no capture
+            self._count(kv_len, step)
         return step
 
-    def for_capture(self, num_rows: int) -> Step:
-        """A plan for the capture of a graph. Each replay has its own."""
-        alone = _alone(np.zeros(num_rows, np.int32))
-        step = self._decode_step(alone, np.ones(num_rows, np.int32))
-        assert step is not None
-        return step
-
-    def without_plan(self, num_rows: int, forward_batch: ForwardBatch) -> None:
+    def without_plan(self, groups: PrefixForest, forward_batch: ForwardBatch) -> None:
         """Count decodes whose graph does not share, without rows of padding."""
-        self._count(host_lengths(forward_batch)[:num_rows], None)
+        self._count(host_lengths(forward_batch)[: len(groups.table_row)], None)
 
-    def _decode_step(self, groups: PrefixForest, kv_len: Int32s) -> Step | None:
-        """The last plan if the same requests have only grown, otherwise a new one."""
+    def _faster(
+        self, groups: PrefixForest, forward_batch: ForwardBatch, kv_len: Int32s
+    ) -> Step | None:
+        """The plan of a step, or None if nothing is shared or that is not faster."""
+        step = None
+        if not len(groups.node_end):
+            return None
+        if self.width(forward_batch.forward_mode):
+            step = self._even_step(groups, forward_batch, kv_len)
+        elif self._chunks is not None:
+            q_len = np.array(forward_batch.extend_seq_lens_cpu, np.int32)
+            step = self._new(self._chunks, q_len, kv_len, groups)
+        return step if step and step.plan.predicted_gain >= MIN_GAIN else None
+
+    def _even_step(
+        self, groups: PrefixForest, forward_batch: ForwardBatch, kv_len: Int32s
+    ) -> Step | None:
+        """The last plan if the same requests decode and only grew, otherwise a new one."""
+        width = self.width(forward_batch.forward_mode)
+        planner = self._decodes if width == 1 else self._chunks
+        assert planner is not None
         kept = self._kept
-        if kept is not None and groups is kept.groups and kept.plan.still_valid(kv_len):
-            return kept
-        q_len = np.ones(len(kv_len), np.int32)
-        self._kept = self._new(self._decodes, q_len, kv_len, groups)
+        if kept is not None and groups is kept.groups:
+            plan = kept.plan
+            if plan.planner is planner and plan.still_valid(kv_len):
+                return kept
+        q_len = np.full(len(kv_len), width, np.int32)
+        self._kept = self._new(planner, q_len, kv_len, groups)
         return self._kept
 
     def _new(
@@ -177,27 +192,27 @@ class StepPlans:
         self.counts.update(dict(zip(_TOTALS, found, strict=True)))
 
 
-def _alone(table_row: Int32s) -> PrefixForest:
-    alone = np.full(len(table_row), -1, np.int32)
-    return PrefixForest(table_row, alone, NO_GROUPS.node_parent, NO_GROUPS.node_end)
-
-
 def host_lengths(forward_batch: ForwardBatch) -> Int32s:
-    """KV tokens of each row, int32 ``[batch_size]``."""
+    """KV tokens of each row, with drafts that are verified, int32 ``[batch_size]``."""
     lengths: Int32s = forward_batch.seq_lens_cpu.numpy().astype(np.int32)
+    if forward_batch.forward_mode.is_target_verify():
+        lengths += forward_batch.spec_info.draft_token_num
     return lengths
 
 
-def sharing_backends(used: Any, *, decodes: bool = False) -> list[Any]:
+def sharing_backends(used: Any, mode: ForwardMode | None = None) -> list[Any]:
     """A backend and those that SGLang has combined in it, if they share prefixes.
 
-    decodes: leave out the one for prompts.
+    mode: leave out the one for prompts or for decodes, if the other runs such forwards.
     """
     names = ["full_attn_backend", "decode_backend", "prefill_backend"]
-    parts = (getattr(used, name, None) for name in names[: 2 if decodes else 3])
+    if mode is not None:
+        # SGLang verifies drafts as prompts, unless --speculative-attention-mode says otherwise.
+        decodes = mode.is_decode() or getattr(used, "spec_attn_is_decode", False)
+        names.remove("prefill_backend" if decodes else "decode_backend")
     found = [used] if getattr(used, "shares_prefixes", False) else []
-    for part in filter(None, parts):
-        found += sharing_backends(part, decodes=decodes)
+    for part in filter(None, (getattr(used, name, None) for name in names)):
+        found += sharing_backends(part, mode)
     return found
 
 
@@ -235,12 +250,6 @@ class Sharing:
     def _set(self, groups: PrefixForest) -> None:
         for backend in self.backends:
             backend.groups = groups
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes of KV that sharing has saved reading so far."""
-        counts = (backend.plans.counts for backend in self.backends)
-        return sum(each["kv_read_bytes_saved"] for each in counts)
 
     @property
     def totals(self) -> dict[str, int]:

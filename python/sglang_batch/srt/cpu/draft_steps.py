@@ -36,7 +36,9 @@ class DraftSteps:
     def __init__(self, model_runner: Any, topk: int, num_steps: int) -> None:
         self._rows = model_runner.req_to_token_pool
         self._topk, self._num_steps = topk, num_steps
-        kind = type("DraftStep", (DraftStep, type(model_runner.attn_backend)), {})
+        used = model_runner.attn_backend
+        used = getattr(used, "decode_backend", used)  # of two that SGLang has combined
+        kind = type("DraftStep", (DraftStep, type(used)), {})
         self.attn_backends = [kind(model_runner) for _ in range(num_steps - 1)]
 
     def init_forward_metadata(self, forward_batch: Any) -> None:

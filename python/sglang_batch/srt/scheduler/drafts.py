@@ -14,7 +14,9 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative import eagle_utils, eagle_worker_common, ngram_worker
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
@@ -61,6 +63,12 @@ class DraftsWhereFewRun(ngram_worker.NGRAMWorker):  # type: ignore[misc]
             if not drafts:
                 return self._decode_one_each(batch, on_publish)
         return super().forward_batch_generation(batch, on_publish, pp_proxy_tensors)
+
+    def _prepare_draft_tokens(self, batch: ScheduleBatch) -> tuple[Any, Any]:
+        drafts, seen = super()._prepare_draft_tokens(batch)
+        if get_spec().speculative_eagle_topk == 1:
+            return _in_a_row(drafts, seen, self.draft_token_num)
+        return drafts, seen
 
     def _add_to_corpus(self, reqs: list[Any], *, drafts: bool) -> None:
         """Add answers that have ended, or before drafts all that the corpus lacks."""
@@ -110,6 +118,22 @@ class DraftsWhereFewRun(ngram_worker.NGRAMWorker):  # type: ignore[misc]
             accept_lens=result.accept_lens,
         )
         return result
+
+
+def _in_a_row(drafts: Any, seen: Any, width: int) -> tuple[Any, Any]:
+    """The longest branch of each request, and what else there is behind it.
+
+    Where one branch is asked for, SGLang's trees have another where texts with fewer of the
+    last tokens go on differently, and beside the first draft zeros for those that lack.
+
+    drafts: int64 ``[requests * width]``.
+    seen: int64 ``[requests * width * width]``, whether a draft sees another.
+    """
+    tokens, trees = drafts.reshape(-1, width), seen.reshape(-1, width, width)
+    longest = trees[np.arange(len(trees)), trees.sum(2).argmax(1)]
+    order = np.argsort(-longest, axis=1, kind="stable")
+    row = np.tri(width, dtype=seen.dtype).ravel()
+    return np.take_along_axis(tokens, order, 1).ravel(), np.tile(row, len(trees))
 
 
 def _verified_as_sampled(batch: ScheduleBatch) -> bool:

@@ -325,7 +325,7 @@ class OfflineScheduler(MarkedScheduler):
             return super().run_batch(batch, *args, **kwargs)
         self.sharing.show(batch, apart)
         result = super().run_batch(batch, *args, **kwargs)
-        self.jobs.recorder.kv_saved_bytes = self.sharing.saved_bytes
+        self.jobs.recorder.kv_saved_bytes = self.sharing.totals["kv_read_bytes_saved"]
         return result
 
     def on_idle(self) -> None:

@@ -385,8 +385,11 @@ def test_what_run_refuses() -> None:
 
 
 def test_the_kernel_passes_its_trial() -> None:
-    """With a chunk of a prompt, in pages."""
+    """With a chunk of a prompt, in pages. Few drafts leave room for a shorter one."""
     batch = make_batch(page_size=16)
+    small = make_planner(batch, max_requests=8, max_tokens=20)
+    try_out(small)
+    assert small.buffers.results[fields.NUM_TAILS] == 6  # 7 requests, of which 6 decode
     planner = make_planner(batch, max_requests=8, max_tokens=256)
     try_out(planner, table_width=100)
     for features in features_of(4):

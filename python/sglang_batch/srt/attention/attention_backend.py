@@ -74,17 +74,14 @@ def variants_for(
         ConfigError: the implementation of sharing cannot be captured in a graph.
     """
     found = original(model_runner, capture_forward_mode, *args, **kw)
-    sharing = sharing_backends(model_runner.attn_backend, capture_forward_mode)
-    if found is not None or not sharing:
+    mode = capture_forward_mode
+    backend = next(iter(sharing_backends(model_runner.attn_backend, mode)), None)
+    if found is not None or backend is None or not backend.plans.width(mode):
         return found
-    backend = sharing[0]
-    if not backend.plans.width(capture_forward_mode):
-        return found
-    implementation = backend.implementation
-    if not implementation.capturable:
+    if not backend.implementation.capturable:
         raise ConfigError(
-            f'attention="{implementation.name}" cannot be captured in a CUDA graph; '
-            "add --disable-cuda-graph."
+            f'attention="{backend.implementation.name}" cannot be captured in a CUDA '
+            "graph; add --disable-cuda-graph."
         )
     return ShareVariants(backend)
 

@@ -509,9 +509,11 @@ def test_the_table_says_how_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_many_errors_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = [{"line": i, "message": "bad", "code": "c", "param": None} for i in range(9)]
+    said = [*"aabcdefgh"]
+    data = [{"line": i, "message": m, "code": "c"} for i, m in enumerate(said)]
     lines = batch_client.first_errors({"errors": {"data": data}})
-    assert lines == ["bad", *(f"line {i}: bad" for i in range(1, 5)), "and 4 more"]
+    others = [f"line {i}: {said[i]}" for i in range(2, 6)]
+    assert lines == ["a", *others, "and 4 more"]
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -75,6 +75,17 @@ def test_an_error_names_the_file_and_its_line(tmp_path: Path) -> None:
     )
 
 
+def test_an_error_of_many_lines_is_told_once(tmp_path: Path) -> None:
+    lines = [make_line(str(n), url="/v2") for n in range(300)]
+    path = make_file(tmp_path, [*lines, "nope", make_line("good")], "1.jsonl")
+    with pytest.raises(InputError) as error:
+        staged(tmp_path, path).requests(LineRules())
+    head, often, once = str(error.value).splitlines()
+    assert head.endswith("301 of 302 lines cannot be used.")
+    assert often.startswith("  line 1 (and 299 more): The URL provided")
+    assert once.startswith("  line 301: This line is not parseable")
+
+
 @pytest.mark.parametrize(("most", "ids"), [(1, "a"), (3, "abc"), (9, "abcd")])
 def test_only_the_first_requests_are_taken(tmp_path: Path, most: int, ids: str) -> None:
     first = make_file(tmp_path, b"\n" + batch_lines("a", "b"), "1.jsonl")

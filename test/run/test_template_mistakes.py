@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import make_file
 
+from sglang_batch.__main__ import main
 from sglang_batch.errors import SGLangBatchError
 from sglang_batch.inputs.job_input import JobInput, input_sources
 from sglang_batch.inputs.staging import Staging
@@ -178,6 +180,23 @@ def test_a_mistake_is_found_on_the_first_rows(tmp_path: Path, name: str) -> None
     assert said in str(found.value)
     assert "\n" not in str(found.value)  # not one for each row
     assert not (tmp_path / "input.jsonl").exists()
+
+
+@pytest.mark.parametrize("command", ["run -o out", "run -o out --dry-run", "plan"])
+def test_every_command_tells_it_once(
+    tmp_path: Path,
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_file(tmp_path, ["text", "good", "bad"], "in.csv")
+    make_file(tmp_path, b"{}", "config.json")
+    body = json.dumps({"messages": [USER], "temperature": "hot"})
+    options = ["-i", "in.csv", "--model-path", ".", "--template", body]
+    assert main([*command.split(), *options]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: the template makes no valid request: ")
 
 
 @pytest.mark.parametrize("fields", GOOD)

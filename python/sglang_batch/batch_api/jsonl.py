@@ -15,7 +15,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -44,17 +44,22 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileErrors:
-    """Why a file cannot run: its first errors, and the number of each code."""
+    """Why a file cannot run: its first errors, and the number of each code.
+
+    alike: the first errors that differ in more than the line, and the number of each.
+    """
 
     listed: list[LineError]
     by_code: Counter[str]
+    alike: list[tuple[LineError, int]] = field(default_factory=list)
     num_bad_lines: int = 0
     num_lines: int = 0
 
     @classmethod
     def of(cls, code: str, message: str, param: str | None = None) -> FileErrors:
         """One error of the file as a whole."""
-        return cls([LineError(code, message, None, param)], Counter([code]))
+        error = LineError(code, message, None, param)
+        return cls([error], Counter([code]), [(error, 1)])
 
     @property
     def total(self) -> int:
@@ -162,6 +167,7 @@ class _CheckedLines:
         self._bad = bytearray()
         self._listed: list[LineError] = []
         self._duplicates: list[LineError] = []
+        self._alike: dict[LineError, tuple[LineError, int]] = {}
         self.by_code: Counter[str] = Counter()
         self.invalid: dict[int, LineError] = {}
 
@@ -199,14 +205,21 @@ class _CheckedLines:
             self._listed, self._duplicates, key=lambda error: error.line or 0
         )
         listed = list(islice(in_order, self._rules.max_errors))
-        return FileErrors(listed, self.by_code, sum(self._bad), len(self.starts))
+        alike = sorted(self._alike.values(), key=lambda found: found[0].line or 0)
+        num_bad, num_lines = sum(self._bad), len(self.starts)
+        return FileErrors(listed, self.by_code, alike, num_bad, num_lines)
 
     def _count(self, index: int, error: LineError, listed: list[LineError]) -> None:
         self.by_code[error.code] += 1
         if self._skip_invalid:
             self.invalid.setdefault(index, error)
-        elif len(listed) < self._rules.max_errors:
+            return
+        if len(listed) < self._rules.max_errors:
             listed.append(error)
+        anywhere = replace(error, line=None)
+        first, number = self._alike.get(anywhere, (error, 0))
+        if number or len(self._alike) < self._rules.max_errors:
+            self._alike[anywhere] = first, number + 1
 
 
 def read_lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:

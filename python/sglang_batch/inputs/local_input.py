@@ -99,8 +99,11 @@ class LocalInput:
         return self._where(error) + error.message
 
     def _refusal(self, errors: FileErrors) -> list[str]:
-        shown = [f"  {self._where(e)}{replace(e, line=None)}" for e in errors.listed]
-        if (more := errors.total - len(errors.listed)) > 0:
+        shown = []
+        for error, number in errors.alike:
+            others = f" (and {number - 1:,} more)" if number > 1 else ""
+            shown.append(f"  {self._where(error, others)}{replace(error, line=None)}")
+        if (more := errors.total - sum(number for _, number in errors.alike)) > 0:
             counts = ", ".join(f"{n:,} {code}" for code, n in errors.by_code.items())
             shown.append(f"  ... and {more:,} more; in all {counts}")
         if errors.listed[0].code == "invalid_json_line" and (
@@ -117,8 +120,8 @@ class LocalInput:
         )
         return [title, *shown]
 
-    def _where(self, error: LineError) -> str:
-        return "" if error.line is None else f"{self.line_name(error.line)}: "
+    def _where(self, error: LineError, others: str = "") -> str:
+        return "" if error.line is None else f"{self.line_name(error.line)}{others}: "
 
 
 _HEAD_BYTES = 4096

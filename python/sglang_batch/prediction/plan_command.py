@@ -12,6 +12,7 @@ from ..config import AUTO, PAGED_ORDERS
 from ..errors import ConfigError, InputError
 from ..inputs.local_input import LocalInput
 from ..inputs.staging import Staging
+from ..planner.choosing.ways import Box
 from ..planner.costs.hardware import HardwareSpec, Parallelism, match_hardware
 from ..planner.costs.model_spec import ModelSpec, counted_model
 from ..planner.machine_model import Machine, min_step_tokens
@@ -21,6 +22,7 @@ from ..planner.prefixes.prefix_tree import build_prefix_tree
 from ..planner.requests import UNKNOWN, PlanRequests
 from ..run.backend_options import known_arguments
 from ..run.model_place import check_model
+from ..run.prepare import check_template
 from ..run.run_options import command_line, job_input
 from .late_text import num_late_tokens
 from .machine_choice import choose, chosen_device, make_machine, named_device
@@ -51,24 +53,7 @@ def plan(options: argparse.Namespace, server_argv: list[str]) -> int:
         )
     inputs = job_input(options)
     inputs.check()
-    with TemporaryDirectory(prefix="sglang-batch-") as directory:
-        own = Path(directory, "own_order.jsonl") if inputs.optimize_fields else None
-        local = Staging(Path(directory), own).stage(inputs)
-        return _plan_input(
-            options, server_argv, inputs.title, local, Path(directory), steps, own
-        )
-
-
-def _plan_input(
-    options: argparse.Namespace,
-    server_argv: list[str],
-    title: str,
-    local: LocalInput,
-    directory: Path,
-    steps: Measured | None,
-    own_order: Path | None,
-) -> int:
-    # Check all that can be checked first: the import of SGLang takes seconds.
+    # All that can be checked is, before much is read: the import of SGLang takes seconds.
     server_argv = ["--model-path", options.model_path, *server_argv]
     given = known_arguments("sglang", server_argv)
     _check_spread(given)
@@ -76,9 +61,29 @@ def _plan_input(
     servers = boxes(options, "cpu") if options.choose else []
     if options.hardware is not None and not servers:
         named_device(options, options.hardware)
-    with FileRenderer(
-        server_argv, given, skip_invalid=options.skip_invalid, directory=directory
-    ) as renderer:
+    if not options.skip_invalid:
+        check_template(inputs, given)
+    with TemporaryDirectory(prefix="sglang-batch-") as name:
+        directory = Path(name)
+        own = directory / "own_order.jsonl" if inputs.optimize_fields else None
+        local = Staging(directory, own).stage(inputs)
+        skip = options.skip_invalid
+        renderer = FileRenderer(
+            server_argv, given, skip_invalid=skip, directory=directory
+        )
+        return _plan_input(options, inputs.title, local, renderer, servers, steps, own)
+
+
+def _plan_input(
+    options: argparse.Namespace,
+    title: str,
+    local: LocalInput,
+    renderer: FileRenderer,
+    servers: list[Box],
+    steps: Measured | None,
+    own_order: Path | None,
+) -> int:
+    with renderer:
         rendered = renderer.render(local, options.dedupe or "auto")
         if not len(rendered.requests):
             if not rendered.refused:
@@ -104,7 +109,7 @@ def _plan_input(
             return choose(
                 options,
                 job=f"{title}, {n:,} requests; output lengths: {origin}",
-                command=shlex.join([*command_line(options), *server_argv]),
+                command=shlex.join([*command_line(options), *renderer.server_argv]),
                 requests=rendered.requests,
                 config=engine.model_config,
                 count=count,

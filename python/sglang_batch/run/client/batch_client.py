@@ -221,16 +221,16 @@ def batches_table(batches: Sequence[Batch]) -> str:
 
 
 def first_errors(batch: Batch) -> list[str]:
-    """The first ``MAX_ERRORS`` errors of a failed batch, and the number of the others."""
+    """The first ``MAX_ERRORS`` errors of a failed batch, of those that differ in more than the
+    line, and the number of the others."""
     errors = batch.get("errors") or {}
     data = errors.get("data") or []
     total = errors.get("total") or len(data)
-    lines = [
-        f"line {error['line']}: {error['message']}"
-        if error.get("line")
-        else str(error["message"])
-        for error in data[:MAX_ERRORS]
-    ]
+    first: dict[str, str] = {}
+    for error in data:
+        where = f"line {error['line']}: " if error.get("line") else ""
+        first.setdefault(error["message"], f"{where}{error['message']}")
+    lines = list(first.values())[:MAX_ERRORS]
     if total > len(lines):
         lines.append(f"and {total - len(lines):,} more")
     return lines

@@ -103,13 +103,15 @@ class Usage(Counts):
     output_tokens: int = 0
     reasoning_tokens: int = 0
 
-    def possible_hit_rate(self, shared: float) -> float:
+    def possible_hit_rate(self, shared: float | None) -> float | None:
         """The fraction that a perfect cache would have saved, of these tokens.
 
         Args:
-            shared: the fraction that the job's prompts have in common. More than that comes
-                from the cache where it holds what other jobs computed.
+            shared: the fraction that the job's prompts have in common, if it is known. More
+                than that comes from the cache where it holds what other jobs computed.
         """
+        if shared is None or not self.input_tokens:
+            return None
         return max(shared, self.cache_hit_rate)
 
     @property

@@ -226,6 +226,14 @@ def test_a_bad_template_is_refused(text: str, said: str) -> None:
         Template.parse(text)
 
 
+def test_a_prompt_may_begin_with_a_brace_as_its_refusal_says() -> None:
+    with pytest.raises(ConfigError) as found:
+        Template.parse("{Judge: {{q}}}")
+    assert "write {# jinja #} before it" in str(found.value)
+    body = json.loads(Template.parse("{# jinja #}{Judge: {{q}}}").fill({"q": "a"}))
+    assert body["messages"][0]["content"] == "{Judge: a}"
+
+
 @pytest.mark.parametrize("write", [lambda path: path.write_bytes(b"\xff")])
 def test_a_template_file_that_is_not_utf8_is_refused(
     tmp_path: Path, write: Callable[[Path], object]

@@ -122,7 +122,9 @@ def test_a_model_without_results_can_be_changed(tmp_path: Path) -> None:
     outputs = Outputs.of(str(tmp_path / "out"), None, None)
 
     def begun(model: str, results: int = 0) -> str:
-        job = JobRecord(input_sha256="1", model=model, num_requests=1)
+        job = JobRecord(
+            input_sha256="1", model=model, num_requests=1, served_model=model
+        )
         with JobDirectory(outputs) as running:
             if (earlier := running.restore()) is not None:
                 running.check_model(earlier, Namespace(model_path=model))
@@ -134,8 +136,16 @@ def test_a_model_without_results_can_be_changed(tmp_path: Path) -> None:
 
     assert begun("does-not-load") == "does-not-load"
     assert begun("good", results=1) == "good"
-    with pytest.raises(InputError, match="another --model-path: it was good, now"):
+    for same in ("good/", "./good", str(Path("good").resolve())):
+        assert begun(same) == same
+    with pytest.raises(InputError, match=r"another --model-path: it was /.*, now"):
         begun("other")
+    with JobDirectory(outputs) as running:
+        earlier, named = running.restore(), Namespace(model_path="good")
+        assert earlier is not None
+        named.served_model_name = "better"
+        with pytest.raises(InputError, match=r"--served-model-name: .* now it is bett"):
+            running.check_model(earlier, named)
 
 
 def test_the_main_options_of_run_are_few(capsys: pytest.CaptureFixture[str]) -> None:

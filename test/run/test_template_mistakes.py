@@ -196,7 +196,7 @@ def test_every_command_tells_it_once(
     options = ["-i", "in.csv", "--model-path", ".", "--template", body]
     assert main([*command.split(), *options]) == 2
     (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("error: the template makes no valid request: ")
+    assert said.startswith("error: the template makes no valid request for --url")
 
 
 @pytest.mark.parametrize("fields", GOOD)

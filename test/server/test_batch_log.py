@@ -133,6 +133,9 @@ def test_merged_lines_count_neither_as_cached_nor_as_possible() -> None:
         details = batch_object(found)["usage"]["input_tokens_details"]
         assert details["optimal_cached_share"] == possible
         assert details["merged_cached_tokens"] == 90
+    for ended_early in ({"status": "cancelled"}, {"input_tokens": 100}):
+        shown = batch_object(found | ended_early)
+        assert "optimal_cached_share" not in shown["usage"]["input_tokens_details"]
 
 
 def test_progress_is_logged_now_and_then() -> None:

@@ -10,6 +10,7 @@ from openai.types.uploads import UploadPart
 from pydantic import BaseModel
 
 from ..request import Usage
+from .protocol import CANCELLED, CANCELLING, EXPIRED, FAILED
 
 Row = dict[str, Any]
 
@@ -34,10 +35,13 @@ def batch_object(row: Row, price: float | None = None) -> dict[str, Any]:
     }
     details: dict[str, Any] = {"cached_tokens": row["cached_tokens"]}
     # Not OpenAI's: the share that a perfect prefix cache would have saved, and what of the
-    # tokens was not computed at all. The share is of the others.
-    shared = row.get("optimal_cached_share")
-    if shared is not None:
-        details["optimal_cached_share"] = computed_usage(row).possible_hit_rate(shared)
+    # tokens was not computed at all. The share is of the others, and of all lines: it does
+    # not fit a batch that ends early.
+    early = row["status"] in (CANCELLING, CANCELLED, EXPIRED, FAILED)
+    shared = None if early else row.get("optimal_cached_share")
+    possible = computed_usage(row).possible_hit_rate(shared)
+    if possible is not None:
+        details["optimal_cached_share"] = possible
     if row.get("merged_input_tokens"):
         details["merged_tokens"] = row["merged_input_tokens"]
         details["merged_cached_tokens"] = row["merged_cached_tokens"]

@@ -83,7 +83,10 @@ class Template:
             if begin.startswith("{") and not begin.startswith(("{{", "{%", "{#")):
                 found = _MARKER.search(text) or _JINJA.search(text)
                 outside = f"; {found[0]} must be inside of a string" if found else ""
-                raise ConfigError(f"{where} is not JSON: {error}{outside}") from None
+                raise ConfigError(
+                    f"{where} is not JSON: {error}{outside}; to begin a prompt with a "
+                    "brace, write {# jinja #} before it, and columns as {{name}}."
+                ) from None
             body = _prompt_body(text, endpoint, where)
         if not isinstance(body, dict):
             raise ConfigError(

@@ -20,6 +20,7 @@ from ..errors import (
 from ..fleet.head_state import CRASHES
 from ..inputs.job_input import JobInput
 from ..inputs.local_input import LocalInput, describe_change
+from ..inputs.urls import location
 from ..request import named_job_id
 from ..store.files import NAME as EPOCH
 from ..store.files import FileLock, atomic_write, next_epoch
@@ -181,14 +182,15 @@ class JobDirectory:
         """
         if not found.complete and not self._has_results():
             return  # the engine did not start, perhaps for its model
-        same = [("--model-path", found.model, known.model_path)]
+        before, now = found.model, known.model_path
+        if location(before) != location(now):
+            raise self.another(f"--model-path: it was {before}, now it is {now}")
         # Lines that were refused for naming another model have their answers already.
-        if found.served_model:
-            served = served_name(known)
-            same.append(("--served-model-name", found.served_model, served))
-        for option, before, now in same:
-            if before != now:
-                raise self.another(f"{option}: it was {before}, now it is {now}")
+        served = found.served_model, served_name(known)
+        if served[0] and served[0] != served[1] and served != (before, now):
+            raise self.another(
+                f"--served-model-name: it was {served[0]}, now it is {served[1]}"
+            )
 
     def check_input(self, found: JobRecord, local: LocalInput) -> None:
         """Raises InputError if a job began with another input; names its lines."""

@@ -207,7 +207,10 @@ def check_template(job_input: JobInput, known: argparse.Namespace) -> None:
             errors = {(each.code, each.message) for each in requests.invalid.values()}
             bad = len(requests.invalid) == len(requests)
     if bad and len(errors) == 1 and (error := errors.pop())[0] != "model_not_found":
-        raise InputError(f"the template makes no valid request: {error[1]}")
+        endpoint = job_input.endpoint
+        raise InputError(
+            f"the template makes no valid request for --url {endpoint}: {error[1]}"
+        )
 
 
 def checked_requests(

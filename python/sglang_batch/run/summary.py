@@ -258,9 +258,7 @@ class Summary(Counts):
         this_run: Counts | None = None,
     ) -> Summary:
         part, whole = (this_run or job).computed, job.computed
-        if optimal_cached_share is not None:
-            possible = whole.possible_hit_rate(optimal_cached_share)
-            optimal_cached_share = round(possible, 4)
+        possible = whole.possible_hit_rate(optimal_cached_share)
         return cls(
             **dataclasses.asdict(job),
             seconds=round(seconds, 3),
@@ -270,7 +268,7 @@ class Summary(Counts):
                 part.input_tokens - part.cached_tokens, seconds
             ),
             cached_share=round(whole.cached_tokens / max(whole.input_tokens, 1), 4),
-            optimal_cached_share=optimal_cached_share,
+            optimal_cached_share=None if possible is None else round(possible, 4),
             this_run=this_run,
             engine_s=round(seconds, 3),
         )

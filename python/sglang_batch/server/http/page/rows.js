@@ -248,10 +248,8 @@ function tokensCell(batch) {
   const computed = prompt - (details.merged_tokens ?? 0);
   const cached = details.cached_tokens - (details.merged_cached_tokens ?? 0);
   if (computed) lines.push([percent.format(cached / computed), "cached"]);
-  // The optimum is that of all lines, which does not fit a batch that ended early.
-  const complete = ACTIVE.has(batch.status) || batch.status === "completed";
   const possible = details.optimal_cached_share ?? null;
-  if (complete && possible !== null) lines.push([percent.format(possible), "at best"]);
+  if (possible !== null) lines.push([percent.format(possible), "at best"]);
   const { merged_requests: merged, engine_seconds: engine, dollars } = batch.usage;
   const { truncated_answers: truncated } = batch.usage;
   if (truncated) lines.push(counted(truncated, "truncated"));

@@ -18,8 +18,11 @@ from sglang_batch.__main__ import main
 from sglang_batch.errors import ConfigError, InputError
 from sglang_batch.inputs.job_input import JobInput, input_sources
 from sglang_batch.inputs.template import Template
+from sglang_batch.request import Usage
 from sglang_batch.run.answer_table import AnswerTable, schema_keys
+from sglang_batch.run.job_directory import JobDirectory, JobRecord
 from sglang_batch.run.outputs import Outputs
+from sglang_batch.run.summary import Counts, Summary
 
 SCHEMA = {
     "type": "object",
@@ -93,6 +96,24 @@ def test_a_column_for_each_key_and_for_errors(tmp_path: Path) -> None:
     assert found[1][2:] == [whole, "a", "0.5", ""]
     assert found[2][2:5] == [cut, "", ""] and "no JSON object" in found[2][5]
     assert found[3][2:5] == ["", "", ""] and "too long" in found[3][5]
+
+
+def test_a_row_without_the_object_that_was_asked_for_has_failed(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text(CSV, encoding="utf-8")
+    outputs = Outputs.of(str(tmp_path / "out.csv"), None, None)
+    outputs = outputs.of_input(job_input(tmp_path / "in.csv", TEMPLATE))
+    lines = [answer('{"label": "a"}'), answer('{"label": "b'), failed("too long")]
+    with JobDirectory(outputs) as job:
+        job.begin(JobRecord(input_sha256="", model="", num_requests=3), overwrite=False)
+        log = job.open_log()
+        for row, line in enumerate(lines):
+            log.put(row, line, ok=row < 2, usage=Usage())
+        summary = job.finish(Summary.of_log(log, Counts(), 1.0))
+    kept = json.loads((job.path / "job.json").read_bytes())["summary"]
+    for found in (summary.as_dict(), kept):
+        assert (found["completed"], found["failed"]) == (1, 2)
+    assert "1 x the answer is no JSON object; was it cut" in summary.as_table(outputs)
+    assert "(such as row 1)" in summary.as_table(outputs)
 
 
 def test_parquet_keeps_the_types(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from ..inputs.compression import open_plain, plain_name, undamaged
 from ..inputs.job_input import InputSource, JobInput, LocalFileSource
 
 ANSWER, ERROR = "answer", "error"
+NO_OBJECT = "the answer is no JSON object; was it cut at max_tokens?"
 
 
 def is_table(path: Path) -> bool:
@@ -91,8 +92,8 @@ class AnswerTable:
                     "get: rename one, or name the output *.jsonl."
                 )
 
-    def write(self, results: Path, num_rows: int, output: BinaryIO) -> None:
-        """Write the table.
+    def write(self, results: Path, num_rows: int, output: BinaryIO) -> list[int]:
+        """Write the table. Returns the rows whose answers lack the object that was asked for.
 
         results: a line for each of the first ``num_rows`` rows.
 
@@ -107,10 +108,12 @@ class AnswerTable:
         columns: dict[str, list[Any]] = {ANSWER: answers}
         for key in self.keys:
             columns[key] = [None] * num_rows
+        no_object = []
         for row, text in enumerate(answers if self.keys else ()):
             values = {} if errors[row] else _json_object(text or "")
             if values is None:
-                errors[row] = "the answer is no JSON object; was it cut at max_tokens?"
+                errors[row] = NO_OBJECT
+                no_object.append(row)
                 continue
             for key in self.keys:
                 columns[key][row] = values.get(key)
@@ -119,6 +122,7 @@ class AnswerTable:
             of_key = columns.get(ERROR, errors)
             columns[ERROR] = [e or k for e, k in zip(errors, of_key, strict=True)]
         _WRITERS[_suffix(self.path)](self.source, columns, output)
+        return no_object
 
 
 def check_one_answer(body: Mapping[str, Any], endpoint: str) -> None:

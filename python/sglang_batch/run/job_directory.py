@@ -25,6 +25,7 @@ from ..request import named_job_id
 from ..store.files import NAME as EPOCH
 from ..store.files import FileLock, atomic_write, next_epoch
 from ..store.result_log import ResultLog, finished_lines
+from .answer_table import NO_OBJECT
 from .backend_options import served_name
 from .outputs import OutputFile, Outputs
 from .shared_state import PLACE, RECORD, RESULTS, SharedState, StateUrl
@@ -240,10 +241,12 @@ class JobDirectory:
 
     def finish(
         self, summary: Summary, unrun_line: Callable[[int], bytes] | None = None
-    ) -> None:
+    ) -> Summary:
         """Write the output files in input order. Only then is the job complete.
 
         unrun_line: see :meth:`.ResultLog.write_ordered`.
+
+        Returns the summary, in which rows with an error in a table have failed.
         """
         assert self._log is not None, "open_log() comes first"
         with ExitStack() as stack:
@@ -255,7 +258,8 @@ class JobDirectory:
                 lines = self.path / ANSWER_LINES  # they stay, beside the table
                 with atomic_write(lines) as file:
                     self._log.write_ordered(file, file, unrun_line)
-                self.outputs.table.write(lines, self.record.num_requests, output)
+                rows = self.outputs.table.write(lines, len(self._log), output)
+                summary = summary.with_failed(rows, NO_OBJECT)
             else:
                 self._log.write_ordered(output, errors, unrun_line)
         self.record.complete = True
@@ -263,6 +267,7 @@ class JobDirectory:
         self._write_record()
         self._log.close()
         self._log_path.unlink()
+        return summary
 
     def upload(self) -> None:
         """Upload the outputs that are URLs, unless an earlier run did.

@@ -115,8 +115,7 @@ class RunningJob:
         if self._local.fields is not None:
             fields = msgspec.structs.asdict(self._local.fields)
             summary = replace(summary, fields=fields)
-        self._directory.finish(summary, self._given_up_line)
-        return summary
+        return self._directory.finish(summary, self._given_up_line)
 
     @property
     def _is_over(self) -> bool:

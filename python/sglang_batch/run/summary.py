@@ -273,6 +273,18 @@ class Summary(Counts):
             engine_s=round(seconds, 3),
         )
 
+    def with_failed(self, rows: Sequence[int], reason: str) -> Summary:
+        """The summary in which completed requests, by their rows, have failed for a reason."""
+        if not rows:
+            return self
+        groups = [*self.errors, ErrorGroup(reason, len(rows), f"row {rows[0]}")]
+        return replace(
+            self,
+            completed=self.completed - len(rows),
+            failed=self.failed + len(rows),
+            errors=tuple(sorted(groups, key=lambda group: -group.count)),
+        )
+
     def as_dict(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)
         if not self.engines:

@@ -113,9 +113,15 @@ def _selects(wanted: Any, name: str) -> bool:
 
 
 def _check_product(arguments: list[str]) -> None:
-    from sglang_batch.__main__ import _parser
+    from sglang_batch.__main__ import TAKE_SGLANG_OPTIONS, _parser
+    from sglang_batch.srt.compat.command_line import check_arguments
 
     options, rest = _parser().parse_known_args(arguments)
+    if options.command not in TAKE_SGLANG_OPTIONS and rest:
+        raise ValueError(f"unrecognized arguments: {' '.join(rest)}")
+    if options.command in TAKE_SGLANG_OPTIONS:
+        # plan takes the model's option itself.
+        check_arguments(["--model-path", "model", *rest])
     print(f"{options.command}, options of SGLang: {' '.join(rest) or 'none'}")
 
 

@@ -83,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, InputError) as error:
         meant = ""
         if isinstance(error, UnknownOption):
-            meant = own.meant(error.arguments, error.known)
+            also = options.parser._option_string_actions
+            meant = own.meant(error.arguments, [*error.known, *also])
         print(f"error: {error}{meant}", file=sys.stderr)
         return ExitStatus.BAD_INPUT
     except SGLangBatchError as error:
@@ -217,7 +218,9 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     if not options.dry_run:
         return run(asked)
     asked.check_files()
-    return _plan(*run_options.plan_options(_parser(), options, [*asked.engine.argv]))
+    planned, rest = run_options.plan_options(_parser(), options, [*asked.engine.argv])
+    options.parser = planned.parser  # its options, too, may be meant
+    return _plan(planned, rest)
 
 
 def _serve(options: argparse.Namespace, rest: list[str]) -> int:

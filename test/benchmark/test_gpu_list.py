@@ -72,6 +72,9 @@ def test_a_command_that_cannot_run_is_named(tmp_path: Path) -> None:
     assert "no test 'nope'" in refused(*tests, "nope")
     assert "no test for a GPU" in refused("python", "-m", "pytest", "test/job")
     assert "unknown command" in refused("rm", "-r", "/")
+    for command in ("plan", "calibrate", "simulate"):
+        misspelt = refused("sglang-batch", command, "--atention-backend", "fa3")
+        assert "unrecognized arguments: --atention-backend fa3" in misspelt
     assert "not less than 9" in refused("python", script, minutes=9)
 
 

@@ -138,7 +138,7 @@ def plan_options(
     planned, rest = parser.parse_known_args(["plan", *policy, *rest])
     if planned.model_path is None:
         raise ConfigError("--dry-run needs --model-path MODEL, as the run does.")
-    own = ("command", "run", "policy", "dry_run")
+    own = ("command", "run", "policy", "dry_run", "parser")
     vars(planned).update({k: v for k, v in vars(options).items() if k not in own})
     if options.dollars_per_hour is not None and planned.price_per_gpu_hour is None:
         planned.price_per_gpu_hour = options.dollars_per_hour / planned.tp

@@ -10,7 +10,11 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-import daft
+try:
+    import daft
+except ModuleNotFoundError:
+    raise SystemExit("error: this example needs a package: pip install daft") from None
+
 import pyarrow as pa
 from demo import server
 

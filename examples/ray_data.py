@@ -10,8 +10,14 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+try:
+    import ray
+except ModuleNotFoundError:
+    raise SystemExit(
+        "error: this example needs a package: pip install 'sglang-batch[ray]'"
+    ) from None
+
 import pyarrow as pa
-import ray
 from demo import server
 
 from sglang_batch import AnswerColumns, StreamAnswer, stream

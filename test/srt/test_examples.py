@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from pathlib import Path
 
 import preloaded
@@ -36,6 +38,16 @@ def test_every_script_is_run() -> None:
         # It gives its server new weights, so it runs with one of its own, in test_rollouts.
         "train_rollouts.py",
     }
+
+
+@pytest.mark.parametrize("script", sorted(ELSEWHERE))
+def test_a_missing_package_is_named(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = script.partition("_")[0]
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit, match=f"pip install .*{package}"):
+        runpy.run_path(str(EXAMPLES / script))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

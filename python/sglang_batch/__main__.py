@@ -36,9 +36,11 @@ except KeyboardInterrupt:  # as in main
 
 # Commands that pass other options on to SGLang.
 TAKE_SGLANG_OPTIONS = ("run", "plan", "serve", "calibrate")
-# SGLang says these on every CPU, at the import of kernels that the model may not even use.
-_OTHER_DEVICES = (
-    r"Only CUDA.* support (AWQ|GGUF)|Triton is not supported on current platf"
+# SGLang says these on every CPU, at the import of kernels that the model may not even use,
+# and FastAPI of a class that SGLang makes answers with.
+_NOT_OURS = (
+    r"Only CUDA.* support (AWQ|GGUF)|Triton is not supported on current platf|"
+    r"ORJSONResponse is deprecated"
 )
 
 
@@ -58,7 +60,7 @@ def command() -> None:
     # takes a sixth of their time.
     gc.set_threshold(50_000, 20, 100)
     if not sys.warnoptions:  # set by python -W and PYTHONWARNINGS
-        warnings.filterwarnings("ignore", _OTHER_DEVICES, UserWarning)
+        warnings.filterwarnings("ignore", _NOT_OURS, UserWarning)
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()

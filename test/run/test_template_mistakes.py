@@ -116,6 +116,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "Did you mean 'custom_params.thinking_budget'?",
     ),
     "text for a number": ({"temperature": "hot"}, "body.temperature"),
+    "limits of tokens": (
+        {"min_tokens": 5, "max_tokens": 4},
+        "min_tokens: 5 is more than the limit, 4",
+    ),
     "stop strings": ({"stop": ["a", 5]}, "body.stop.1"),
     "number of logprobs": (
         {"logprobs": True, "top_logprobs": -1},

@@ -20,7 +20,7 @@ from ..store.files import atomic_write
 from .field_sample import FieldSaving
 
 # A pass that takes longer shows a progress bar.
-_QUIET_S = 2.0
+QUIET_S = 2.0
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ class LocalInput:
             unit="B",
             unit_scale=True,
             dynamic_ncols=True,
-            delay=_QUIET_S,
+            delay=QUIET_S,
             leave=False,
         ) as bar:
             result = validate(

@@ -25,7 +25,7 @@ from ..request import json_line
 from ..store.files import atomic_write
 from .field_sample import FieldSample, FieldSaving
 from .job_input import JobInput
-from .local_input import LocalInput, Part
+from .local_input import QUIET_S, LocalInput, Part
 from .tables import Row
 from .template import RowRequests, SplitLine
 
@@ -216,7 +216,7 @@ def _copy_rows(
                 desc=f"Reading {title}",
                 unit="row",
                 dynamic_ncols=True,
-                delay=1,
+                delay=QUIET_S,
             )
             for number, row in enumerate(bar):
                 try:

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from ..config import ORDERS, POLICY_TABLE
 from ..errors import ConfigError, ExitStatus, InputError
+from ..inputs.local_input import QUIET_S
 from ..planner.simulator.simulator import Simulation
 from ..run.progress import aligned
 from ..scheduling.step_record import read_steps
@@ -335,7 +336,9 @@ def _figure(value: float | None) -> str:
 def progress(policies: Iterable[str]) -> Iterable[str]:
     """Each policy once, with a progress bar on stderr."""
     names = list(dict.fromkeys(policies))
-    return tqdm(names, desc="Simulating", unit="policy", dynamic_ncols=True)
+    return tqdm(
+        names, desc="Simulating", unit="policy", dynamic_ncols=True, delay=QUIET_S
+    )
 
 
 def check_plot(path: Path | None) -> None:

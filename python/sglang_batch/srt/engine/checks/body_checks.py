@@ -378,6 +378,11 @@ def check_parsed(url: str, parsed: BaseModel, tool_call_parser: str | None) -> N
             f"{temperature:g} is above {MAX_TEMPERATURE}, the highest",
             "decimal_above_max_value",
         )
+    names = ("max_tokens", *_OTHER_MAX_TOKENS)
+    limits = [limit for name in names if (limit := vars(parsed).get(name))]
+    least = vars(parsed).get("min_tokens")
+    if least and limits and least > max(limits):
+        raise FieldError("min_tokens", f"{least} is more than the limit, {max(limits)}")
     if url == RESPONSES_URL:  # whose answers repeat it
         for name, value in (getattr(parsed, "metadata", None) or {}).items():
             if not isinstance(value, str):

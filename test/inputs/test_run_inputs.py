@@ -315,6 +315,7 @@ def test_a_bad_download_is_discarded(
     ("output", "said"),
     [
         ("-", "results cannot go to standard output"),
+        ("file://", "its name is empty"),
         ("in.jsonl", "is both input and output"),
         ("file://{here}/in.jsonl", "is both input and output"),
         ("FILE://{here}/taken", "taken exists and was not written by this command"),

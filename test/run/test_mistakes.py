@@ -48,6 +48,23 @@ MISTAKES = {
     ),
     "model not cached": Mistake(f"{RUN}/none", 2, "and HF_HUB_OFFLINE is set"),
     "no model's directory": Mistake(f"{RUN}/../empty", 2, "has no config.json"),
+    "no such adapter": Mistake(f"{RUN} --lora-paths a=x/y", 2, "--lora-paths x/y is"),
+    "no adapter": Mistake(f"{RUN} --lora-paths empty", 2, "not a LoRA adapter's"),
+    "no such draft": Mistake(
+        f"{RUN} --speculative-draft-model-path ./none",
+        2,
+        "--speculative-draft-model-path ./none: there is no",
+    ),
+    "no such chat template": Mistake(
+        f"{RUN} --chat-template none.jinja", 2, "none.jinja: there is no such file"
+    ),
+    "no overrides": Mistake(
+        f"{RUN} --json-model-override-args {{{{", 2, "override-args is not JSON"
+    ),
+    "no devices": Mistake(f"{RUN} --tp 0", 2, "--tp-size 0 must be 1 or more"),
+    "no tokens": Mistake(
+        f"{RUN} --max-total-tokens=-5", 2, "--max-total-tokens -5 must be 1 or more"
+    ),
     "no such tokenizer": Mistake(
         f"{RUN} --tokenizer-path ./none", 2, "--tokenizer-path ./none: there is no"
     ),

@@ -55,9 +55,8 @@ def rows_of_file(name: str, path: Path, columns: Collection[str]) -> Iterator[Ro
 
 def check_columns(name: str, needed: Iterable[str], found: Collection[str]) -> None:
     """Raises InputError if a needed column was not found, or several have its name."""
-    names, hint = list(found), ""
-    if len(names) == 1 and re.search(r"[;|\t]", names[0]):
-        hint = "; write commas between columns, or name it *.tsv if there are tabs"
+    names = list(found)
+    hint = _delimiter_hint(names)
     for column in needed:
         if column not in found:
             raise InputError(
@@ -68,6 +67,12 @@ def check_columns(name: str, needed: Iterable[str], found: Collection[str]) -> N
             raise InputError(
                 f"{name} has {number} columns named {column!r}: rename all but one."
             )
+
+
+def _delimiter_hint(names: Sequence[str]) -> str:
+    if len(names) == 1 and re.search(r"[;|\t]", names[0]):
+        return "; write commas between columns, or name it *.tsv if there are tabs"
+    return ""
 
 
 @contextmanager
@@ -159,12 +164,18 @@ def _csv_rows(
                 if len(values) == len(header):
                     yield dict(zip(header, values, strict=True))
                 elif values:
+                    hint = _delimiter_hint(header) or (
+                        "; put a value with commas in quotes"
+                    )
                     raise InputError(
                         f"{name}, line {reader.line_num}: {len(values)} values for "
-                        f"{len(header)} columns."
+                        f"{len(header)} columns{hint}."
                     )
         except csv.Error as error:
-            raise InputError(f"{name}, line {reader.line_num}: {error}") from None
+            raise InputError(
+                f"{name}, line {reader.line_num}: {error}; look for a quote that has no "
+                "end, or is not written twice within a value."
+            ) from None
         except UnicodeDecodeError as error:
             raise InputError(
                 f"{name} is not UTF-8: {error}; save it as such."

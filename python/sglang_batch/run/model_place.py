@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from contextlib import suppress
 from functools import partial
@@ -15,6 +16,8 @@ from ..inputs import urls
 _MODEL_FILES = (
     "config.json", "params.json", "model_index.json", "adapter_config.json", "*.gguf"
 )  # fmt: skip
+_ADAPTER_FILES = ("adapter_config.json",)
+_KINDS = {_MODEL_FILES: "model's", _ADAPTER_FILES: "LoRA adapter's"}
 _TOKENIZER_FILES = (
     *_MODEL_FILES, "tokenizer.json", "tokenizer_config.json", "tekken.json",
     "vocab.json", "vocab.txt", "*.model", "*.tiktoken",
@@ -23,19 +26,34 @@ HUB_TIMEOUT_S = 5.0
 
 
 def check_model(known: argparse.Namespace) -> None:
-    """Look for the model and the tokenizer that options name.
+    """Look for the model, and all files of one, that options name.
 
     Args:
         known: SGLang's arguments, as far as they are known without SGLang.
 
     Raises ConfigError if one of them cannot be there.
     """
-    places = {"model_path": _MODEL_FILES, "tokenizer_path": _TOKENIZER_FILES}
+    places = {
+        "model_path": _MODEL_FILES,
+        "tokenizer_path": _TOKENIZER_FILES,
+        "speculative_draft_model_path": _MODEL_FILES,
+    }
     for name, files in places.items():
         if name in known:
             flag = "--" + name.replace("_", "-")
             revision = getattr(known, "revision", None)
             check_model_path(getattr(known, name), flag, revision=revision, files=files)
+    for adapter in getattr(known, "lora_paths", None) or ():
+        if not adapter.startswith("{"):  # JSON
+            path = adapter.partition("=")[2] or adapter
+            check_model_path(path, "--lora-paths", files=_ADAPTER_FILES)
+    template = getattr(known, "chat_template", "")
+    if template.endswith((".jinja", ".json")) and not os.path.isfile(template):
+        raise ConfigError(f"--chat-template {template}: there is no such file.")
+    try:
+        json.loads(getattr(known, "json_model_override_args", "{}"))
+    except ValueError as error:
+        raise ConfigError(f"--json-model-override-args is not JSON: {error}.") from None
 
 
 def check_model_path(
@@ -60,7 +78,7 @@ def check_model_path(
         return
     if os.path.isdir(path):
         if not any(any(path.glob(pattern)) for pattern in files):
-            kind = "model's" if files is _MODEL_FILES else "tokenizer's"
+            kind = _KINDS.get(files, "tokenizer's")
             raise ConfigError(
                 f"{flag} {name} has no {' or '.join(files)}: it is not a {kind} "
                 "directory."

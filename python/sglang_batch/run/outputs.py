@@ -47,7 +47,7 @@ class OutputFile:
             return urls.check_scheme(self.name)
         reason = None
         if os.path.isdir(self.path):
-            reason = "it is a directory"
+            reason = "it is a directory" if self.name else "its name is empty"
         elif resumes and os.path.exists(self.path) and not os.path.isfile(self.path):
             reason = "it is not a file, so no later run could resume the job"
         elif not self.path.parent.is_dir():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -22,6 +23,8 @@ _PLUGINS = ("sglang.srt.plugins", "sglang.srt.platforms")
 # Packages with such entry points that come with SGLang or are recorded.
 _NO_CHOICES = {"sglang-batch", "smg-grpc-servicer"}
 _TYPES = {"int": int, "float": float}
+# Options of which SGLang takes 0 and less, and then fails in the engine.
+_ABOVE_0 = ("tp_size", "pp_size", "dp_size", "page_size", "max_total_tokens")
 
 
 def import_no_kernels() -> None:
@@ -66,6 +69,11 @@ def check_arguments(argv: list[str]) -> argparse.Namespace:
             unknown,
             sglang_flags(),
         )
+    for name in _ABOVE_0:
+        value = str(getattr(known, name, 1))
+        if re.fullmatch(r"-\d+|0+", value):
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} {value} must be 1 or more.")
     if "config" in known:
         if not Path(known.config).is_file():
             raise ConfigError(f"--config {known.config}: there is no such file.")

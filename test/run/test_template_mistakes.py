@@ -13,9 +13,9 @@ from builders import make_file
 from sglang_batch.__main__ import main
 from sglang_batch.errors import SGLangBatchError
 from sglang_batch.inputs.job_input import JobInput, input_sources
-from sglang_batch.inputs.staging import Staging
+from sglang_batch.inputs.staging import Staging, check_template
 from sglang_batch.inputs.template import Template
-from sglang_batch.run.prepare import check_template
+from sglang_batch.run.prepare import line_rules
 from sglang_batch.srt.engine.checks import grammar_checks
 
 USER = {"role": "user", "content": "Judge: {{text}}"}
@@ -172,7 +172,7 @@ def stage(tmp_path: Path, fields: dict[str, Any], **options: Any) -> None:
     template = Template.parse(json.dumps({"messages": [USER], **fields}))
     job_input = JobInput(input_sources([str(table)]), template=template)
     known = argparse.Namespace(model_path="m", **options)
-    check_template(job_input, known)
+    check_template(job_input, line_rules(known))
     Staging(tmp_path).stage(job_input)
 
 
@@ -220,7 +220,7 @@ def test_a_mistake_of_one_row_is_not_the_templates(tmp_path: Path) -> None:
         input_sources([str(table)]), template=Template.parse(json.dumps(fields))
     )
     known = argparse.Namespace(model_path="m")
-    check_template(job_input, known)
+    check_template(job_input, line_rules(known))
     Staging(tmp_path).stage(job_input)
     assert (tmp_path / "input.jsonl").exists()
 

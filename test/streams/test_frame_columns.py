@@ -113,6 +113,26 @@ def test_names_of_new_columns_are_two_texts(names: dict[str, Any]) -> None:
         map_table(table, "{{a}}", server="http://127.0.0.1:9", **names)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"server": ["x"]}, {"api_key": 5}, {"template": None}, {"job": __file__}],
+)
+def test_a_value_of_another_kind_is_named(wrong: dict[str, Any]) -> None:
+    given = {"template": "{{a}}", "server": "http://127.0.0.1:9", **wrong}
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        map_table(pyarrow.table({"a": [1]}), **given)
+
+
+def test_a_mistake_of_the_template_is_found_before_the_server_has_it() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "{{a}}"}], "n": 1}
+    with pytest.raises(InputError, match="the template makes no valid request"):
+        map_table(
+            pyarrow.table({"a": [1]}),
+            body | {"temperature": "hot"},
+            server="http://127.0.0.1:9",
+        )
+
+
 def test_an_option_that_cannot_be_used_says_why() -> None:
     table = pyarrow.table({"a": [1]})
     with pytest.raises(InputError, match="a share above 0"):

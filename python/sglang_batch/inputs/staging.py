@@ -15,16 +15,18 @@ from functools import partial
 from glob import escape
 from itertools import chain, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 import msgspec
 from tqdm import tqdm
 
+from ..batch_api.lines import LineRules
 from ..errors import InputError, StoreWriteError
 from ..request import json_line
 from ..store.files import atomic_write
 from .field_sample import FieldSample, FieldSaving
-from .job_input import JobInput
+from .job_input import JobInput, LocalFileSource
 from .local_input import QUIET_S, LocalInput, Part
 from .tables import Row
 from .template import RowRequests, SplitLine
@@ -118,6 +120,33 @@ class Staging:
             shutil.rmtree(scratch, ignore_errors=True)
         return Manifest(
             fingerprint, staged.digest.hexdigest(), staged.size, staged.parts, saving
+        )
+
+
+# Rows that show whether a mistake is the template's.
+_FIRST_ROWS = 3
+
+
+def check_template(job_input: JobInput, rules: LineRules) -> None:
+    """Check the requests for the first rows of a local table, before all are read.
+
+    Raises InputError if they are all bad for one reason, which is the template's.
+    """
+    source = job_input.sources[0]
+    if job_input.template is None or not isinstance(source, LocalFileSource):
+        return
+    most = min(_FIRST_ROWS, job_input.max_requests or _FIRST_ROWS)
+    few = JobInput((source,), job_input.template, job_input.endpoint, max_requests=most)
+    with TemporaryDirectory(prefix="sglang-batch-") as scratch:
+        local = Staging(Path(scratch)).stage(few)
+        requests = local.requests(rules, skip_invalid=True)
+        with requests.closing():
+            errors = {(each.code, each.message) for each in requests.invalid.values()}
+            bad = len(requests.invalid) == len(requests)
+    if bad and len(errors) == 1 and (error := errors.pop())[0] != "model_not_found":
+        endpoint = job_input.endpoint
+        raise InputError(
+            f"the template makes no valid request for --url {endpoint}: {error[1]}"
         )
 
 

@@ -61,6 +61,11 @@ class Template:
         """A template from the body of a request, or from text as :meth:`parse`."""
         if isinstance(template, str):
             return cls.parse(template, endpoint)
+        if not isinstance(template, Mapping):
+            raise ConfigError(
+                f"the template is a {type(template).__name__}: give the body of a request "
+                "as a dictionary, or a prompt as text."
+            )
         return cls(dict(template))
 
     @classmethod

@@ -23,10 +23,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ..batch_api.lines import LineRules
 from ..batch_api.protocol import ACTIVE_STATUSES, COMPLETED, ENDPOINTS
 from ..errors import ConfigError, EngineError, ExitStatus, InputError, ServerError
 from ..inputs.job_input import DEFAULT_ENDPOINT, JobInput, input_sources
-from ..inputs.staging import Staging
+from ..inputs.staging import Staging, check_template
 from ..inputs.tables import arrow_columns, check_columns
 from ..inputs.template import Template
 from ..run.answer_table import answers_of, check_one_answer
@@ -178,6 +179,9 @@ def map_table(
             f"map_table has no {next(iter(options))!r}, and options of an engine are for "
             f"model_path. With a server there are {', '.join(_OWN)}."
         )
+    for name, value in (("server", server), ("api_key", api_key)):
+        if not isinstance(value, str | None):
+            raise ConfigError(f"{name} is a {type(value).__name__}: give it as text.")
     parsed = Template.of(template, endpoint)
     check_one_answer(parsed.body, endpoint)
     given = DataFrame(frame)
@@ -200,7 +204,10 @@ def map_table(
         if job is None:
             job = stack.enter_context(TemporaryDirectory(prefix="sglang-batch-"))
         place = Path(job)
-        place.mkdir(parents=True, exist_ok=True)
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except OSError as reason:
+            raise ConfigError(f"job={str(job)!r} cannot be used: {reason}.") from None
         rows = place / "rows.arrow"
         _write(table, rows)
         if not table.num_rows:
@@ -289,6 +296,7 @@ def _submit(
     from ..run.client.batch_client import BatchClient, first_errors
     from ..run.client.client_commands import download_all, until_ended
     from ..run.progress import Display
+    from ..srt.engine.checks.body_checks import body_errors
 
     with contextlib.closing(BatchClient(server, api_key)) as client:
         template = inputs.template
@@ -297,6 +305,7 @@ def _submit(
             model = client.call("GET", "/v1/models")["data"][0]["id"]
             template = Template({"model": model, **template.body})
             inputs = replace(inputs, template=template)
+        check_template(inputs, LineRules(check_body=body_errors))
         local = Staging(place).stage(inputs)
         record = place / "batch.json"
         asked = [client.url, inputs.endpoint, local.sha256()]

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from ..config import AUTO, PAGED_ORDERS
 from ..errors import ConfigError, InputError
 from ..inputs.local_input import LocalInput
-from ..inputs.staging import Staging
+from ..inputs.staging import Staging, check_template
 from ..planner.choosing.ways import Box
 from ..planner.costs.hardware import HardwareSpec, Parallelism, match_hardware
 from ..planner.costs.model_spec import ModelSpec, counted_model
@@ -22,7 +22,7 @@ from ..planner.prefixes.prefix_tree import build_prefix_tree
 from ..planner.requests import UNKNOWN, PlanRequests
 from ..run.backend_options import known_arguments
 from ..run.model_place import check_model
-from ..run.prepare import check_template
+from ..run.prepare import line_rules
 from ..run.run_options import command_line, job_input
 from .late_text import num_late_tokens
 from .machine_choice import choose, chosen_device, make_machine, named_device
@@ -62,7 +62,7 @@ def plan(options: argparse.Namespace, server_argv: list[str]) -> int:
     if options.hardware is not None and not servers:
         named_device(options, options.hardware)
     if not options.skip_invalid:
-        check_template(inputs, given)
+        check_template(inputs, line_rules(given))
     with TemporaryDirectory(prefix="sglang-batch-") as name:
         directory = Path(name)
         own = directory / "own_order.jsonl" if inputs.optimize_fields else None

@@ -13,17 +13,14 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..batch_api.jsonl import BatchFile
 from ..batch_api.lines import LineRules
 from ..config import OfflineBatchConfig
-from ..errors import InputError
-from ..inputs.job_input import JobInput, LocalFileSource
+from ..inputs.job_input import JobInput
 from ..inputs.local_input import LocalInput
-from ..inputs.staging import Staging
+from ..inputs.staging import Staging, check_template
 from . import run_options
 from .backend_options import served_name
 from .fleet_options import EngineOptions, engine_options
@@ -32,8 +29,6 @@ from .outputs import Outputs
 from .shared_state import StateUrl
 from .vllm_flags import sglang_argv
 
-# Rows that show whether a mistake is the template's.
-_FIRST_ROWS = 3
 _WAY_OUT = "--skip-invalid answers bad lines with an error and runs the others."
 
 
@@ -152,7 +147,7 @@ def prepare(options: RunOptions) -> PreparedRun:
             # The staged input may be gone.
             return replace(prepared, _open=stack.pop_all())
         if not options.skip_invalid:
-            check_template(options.job_input, known)
+            check_template(options.job_input, line_rules(known))
         local = staging.stage(options.job_input, afresh=options.overwrite)
         if earlier is not None:
             directory.check_input(earlier, local)
@@ -181,36 +176,14 @@ def _starts_again(
     return True
 
 
-def _line_rules(known: argparse.Namespace) -> LineRules:
+def line_rules(known: argparse.Namespace) -> LineRules:
+    """The rules for lines of an engine with these options."""
     from ..srt.engine.checks.body_checks import body_errors
 
     compiles = getattr(known, "grammar_backend", "xgrammar") == "xgrammar"
     check = partial(body_errors, compiles=compiles)
     models = (served_name(known),)
     return LineRules(models=models, require_model=False, check_body=check)
-
-
-def check_template(job_input: JobInput, known: argparse.Namespace) -> None:
-    """Check the requests for the first rows of a local table, before all are read.
-
-    Raises InputError if they are all bad for one reason, which is the template's.
-    """
-    source = job_input.sources[0]
-    if job_input.template is None or not isinstance(source, LocalFileSource):
-        return
-    most = min(_FIRST_ROWS, job_input.max_requests or _FIRST_ROWS)
-    few = JobInput((source,), job_input.template, job_input.endpoint, max_requests=most)
-    with TemporaryDirectory(prefix="sglang-batch-") as scratch:
-        local = Staging(Path(scratch)).stage(few)
-        requests = local.requests(_line_rules(known), skip_invalid=True)
-        with requests.closing():
-            errors = {(each.code, each.message) for each in requests.invalid.values()}
-            bad = len(requests.invalid) == len(requests)
-    if bad and len(errors) == 1 and (error := errors.pop())[0] != "model_not_found":
-        endpoint = job_input.endpoint
-        raise InputError(
-            f"the template makes no valid request for --url {endpoint}: {error[1]}"
-        )
 
 
 def checked_requests(
@@ -225,7 +198,7 @@ def checked_requests(
 
     Raises InputError if lines are bad; the message lists them.
     """
-    rules = _line_rules(known)
+    rules = line_rules(known)
     if not skip_invalid:
         return local.requests(rules, way_out=_WAY_OUT)
     requests = local.requests(rules, skip_invalid=True)

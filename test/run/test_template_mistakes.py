@@ -42,6 +42,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"response_format": {"type": "json"}},
         "response_format.type': Input should be 'text', 'json_object' or 'json_schema'",
     ),
+    "response_format as text": (
+        {"response_format": "json"},
+        "response_format: it must be an object",
+    ),
+    "schema as a number": (
+        {"response_format": {"type": "json_schema", "schema": 5}},
+        "and so must its schema",
+    ),
     "no schema": (
         {"response_format": {"type": "json_schema"}},
         "response_format: it has no schema, which belongs in json_schema.schema",

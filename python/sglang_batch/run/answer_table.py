@@ -142,6 +142,7 @@ def schema_keys(body: Mapping[str, Any]) -> tuple[str, ...]:
     """The keys of the JSON objects that a request asks for, none if it asks for no object."""
     for names in (
         ("response_format", "json_schema", "schema", "properties"),
+        ("response_format", "schema", "properties"),  # SGLang takes it, too
         ("text", "format", "schema", "properties"),
     ):
         found: Any = body

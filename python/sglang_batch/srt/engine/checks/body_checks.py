@@ -94,6 +94,7 @@ def validated(kind: type[_Parsed], body: JsonObject) -> _Parsed:
 
     Raises:
         ValidationError: the class does not take the body.
+        FieldError: the class fails at it.
     """
     fields = kind.model_fields
     required = {name for name, field in fields.items() if field.is_required()}
@@ -111,6 +112,11 @@ def validated(kind: type[_Parsed], body: JsonObject) -> _Parsed:
 def _validated(kind: type[_Parsed], body: JsonObject) -> _Parsed:
     try:
         return kind.model_validate(body)
+    except (
+        AttributeError
+    ):  # where it looks for a schema before it has checked the field
+        problem = "it must be an object, and so must its schema"
+        raise FieldError("response_format", problem, "invalid_type") from None
     except ValidationError as error:
         fewer = _without_refused_nulls(body, error)
         if fewer is None:
@@ -175,6 +181,8 @@ def body_errors(
         parsed = validated(_checked_classes()[url], value)
     except ValidationError as error:
         return [*errors_by_field(error), *((text, at) for at, text in found.items())]
+    except FieldError as error:
+        return [(str(error), error.param)]
     for name, rule in _numbers().items():
         if (number := vars(parsed).get(name)) is not None:
             try:

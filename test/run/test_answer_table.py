@@ -114,6 +114,7 @@ def test_a_row_without_the_object_that_was_asked_for_has_failed(tmp_path: Path) 
         assert (found["completed"], found["failed"]) == (1, 2)
     assert "1 x the answer is no JSON object; was it cut" in summary.as_table(outputs)
     assert "(such as row 1)" in summary.as_table(outputs)
+    assert summary.as_table(outputs).endswith("the column 'error'")
 
 
 def test_parquet_keeps_the_types(tmp_path: Path) -> None:

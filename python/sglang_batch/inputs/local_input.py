@@ -19,8 +19,8 @@ from ..errors import InputError
 from ..store.files import atomic_write
 from .field_sample import FieldSaving
 
-# A pass that takes longer shows a progress bar.
-QUIET_S = 2.0
+# A progress bar of what takes longer than two seconds.
+late_bar = partial(tqdm, dynamic_ncols=True, delay=2.0)
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -56,13 +56,11 @@ class LocalInput:
         Raises InputError with the first errors, the number of all and, unless
         the file is empty, the ``way_out``.
         """
-        with tqdm(
+        with late_bar(
             desc=f"Checking {self.title}",
             total=self.path.stat().st_size,
             unit="B",
             unit_scale=True,
-            dynamic_ncols=True,
-            delay=QUIET_S,
             leave=False,
         ) as bar:
             result = validate(

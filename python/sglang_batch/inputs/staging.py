@@ -19,7 +19,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 import msgspec
-from tqdm import tqdm
 
 from ..batch_api.lines import LineRules
 from ..errors import InputError, StoreWriteError
@@ -27,7 +26,7 @@ from ..request import json_line
 from ..store.files import atomic_write
 from .field_sample import FieldSample, FieldSaving
 from .job_input import JobInput, LocalFileSource
-from .local_input import QUIET_S, LocalInput, Part
+from .local_input import LocalInput, Part, late_bar
 from .tables import Row
 from .template import RowRequests, SplitLine
 
@@ -240,13 +239,7 @@ def _copy_rows(
             # A table at a URL is fetched before its first row, with a bar of its own, and
             # an unusable table mostly fails there.
             first = list(islice(rows, 1))
-            bar = tqdm(
-                chain(first, rows),
-                desc=f"Reading {title}",
-                unit="row",
-                dynamic_ncols=True,
-                delay=QUIET_S,
-            )
+            bar = late_bar(chain(first, rows), desc=f"Reading {title}", unit="row")
             for number, row in enumerate(bar):
                 try:
                     add(row)
@@ -254,10 +247,6 @@ def _copy_rows(
                     raise InputError(f"{title}, row {number}: {error}") from None
                 if into.full:
                     return
-
-
-# Fewer rows take no time worth a progress bar.
-_QUIET_ROWS = 10_000
 
 
 class SplitRows(_Limited):
@@ -290,13 +279,8 @@ class SplitRows(_Limited):
         add_own: Callable[[bytes], object] | None = None,
     ) -> FieldSaving:
         """Find and write the order of fields of each row, and the template's own."""
-        with tqdm(
-            desc="Ordering fields",
-            total=self.num_requests,
-            unit="row",
-            dynamic_ncols=True,
-            disable=self.num_requests < _QUIET_ROWS,
-        ) as bar:
+        total = self.num_requests
+        with late_bar(desc="Ordering fields", total=total, unit="row") as bar:
             order_of, saving = self._sample.orders()
             decoder = msgspec.json.Decoder(SplitLine)
             sources = self._sources[::-1]

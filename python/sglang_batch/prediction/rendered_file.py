@@ -25,12 +25,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import platformdirs
-from tqdm import tqdm
 
 from ..batch_api.equal_requests import find_equal
 from ..batch_api.jsonl import BatchFile
 from ..errors import StoreWriteError
-from ..inputs.local_input import QUIET_S, LocalInput
+from ..inputs.local_input import LocalInput, late_bar
 from ..job.rendering import in_order
 from ..planner.requests import UNKNOWN, PlanRequests
 from ..request import BatchRequestInput
@@ -277,14 +276,7 @@ async def render_file(
         request = file[int(number)]
         return request, await renderer.render(request)
 
-    bar = tqdm(
-        total=len(equal.todo),
-        desc="Rendering",
-        unit="req",
-        dynamic_ncols=True,
-        delay=QUIET_S,
-    )
-    with bar:
+    with late_bar(total=len(equal.todo), desc="Rendering", unit="req") as bar:
         async for request, found in in_order(map(render, equal.todo), LOOKAHEAD):
             bar.update()
             if isinstance(found, str):

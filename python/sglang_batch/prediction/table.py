@@ -8,11 +8,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tqdm import tqdm
-
 from ..config import ORDERS, POLICY_TABLE
 from ..errors import ConfigError, ExitStatus, InputError
-from ..inputs.local_input import QUIET_S
+from ..inputs.local_input import late_bar
 from ..planner.simulator.simulator import Simulation
 from ..run.progress import aligned
 from ..scheduling.step_record import read_steps
@@ -336,9 +334,7 @@ def _figure(value: float | None) -> str:
 def progress(policies: Iterable[str]) -> Iterable[str]:
     """Each policy once, with a progress bar on stderr."""
     names = list(dict.fromkeys(policies))
-    return tqdm(
-        names, desc="Simulating", unit="policy", dynamic_ncols=True, delay=QUIET_S
-    )
+    return late_bar(names, desc="Simulating", unit="policy")
 
 
 def check_plot(path: Path | None) -> None:

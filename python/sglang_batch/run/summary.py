@@ -307,7 +307,8 @@ class Summary(Counts):
         if outputs is not None:
             rows.append(("results", str(outputs.output)))
             if self.failed:
-                where = outputs.errors or "among the results"
+                column = "the column 'error'" if outputs.table else "among the results"
+                where = outputs.errors or column
                 rows.append(("errors", str(where)))
         return "\n".join(f"{name:<20} {value}" for name, value in rows)
 

@@ -1,7 +1,7 @@
 """Attention of several tokens to the same KV, on a CPU, compiled with numba.
 
 The tokens of a block, each with the heads that read the same KV head, are lanes of vectors.
-So a value of K or V is loaded once for all of them, from where it is in the cache.
+So a value of K or V is loaded once for all of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import numpy as np
 from numba import prange, types
 from numba.extending import overload
 
-from .bfloat_pairs import HAS_PAIRS, add_pairs
 from .host_kernels import (
     as_float,
     in_parts,
@@ -20,114 +19,85 @@ from .host_kernels import (
     jit,
     negative_exp,
     parallel,
+    prefetch_heads,
     rounded,
 )
+from .vector_products import (
+    HAS_PAIRS,
+    ROWS,
+    SQUARE,
+    add_rows,
+    multiply_rows,
+    transpose,
+)
 
-# Most lanes of a block, and those of the widest vectors.
-LANES, _VECTOR = 128, 16
-# Keys whose logits are computed before the softmax continues.
+# Most lanes of a block.
+LANES = 128
+# Keys whose logits are computed before the softmax continues. Meanwhile the next are loaded.
 _TILE = 64
 _LOWEST = np.float32(-1e30)
 # Products of a query and a key that another thread is worth: some 25 us of work.
 _PART = 1 << 19
-# Indices of vectors are unsigned: numba lets signed ones count from the end.
-_ZERO, _ONE, _TWO, _THREE, _FOUR = (np.uint64(i) for i in range(5))
-_ROW, _ROW2, _ROW3 = (np.uint64(i * LANES) for i in (1, 2, 3))
 
 
-@inlined
-def _four(x, at):  # type: ignore[no-untyped-def]
-    """Four values from ``at`` on."""
-    return (
-        as_float(x[at]),
-        as_float(x[at + _ONE]),
-        as_float(x[at + _TWO]),
-        as_float(x[at + _THREE]),
-    )
-
-
-@inlined
-def _heads(cache, slots, at, last, head):  # type: ignore[no-untyped-def]
-    """A KV head at four positions, of which those after the last are the last again."""
-    return (
-        cache[slots[at], head],
-        cache[slots[min(at + 1, last)], head],
-        cache[slots[min(at + 2, last)], head],
-        cache[slots[min(at + 3, last)], head],
-    )
-
-
-@inlined
-def _multiply(key0, key1, key2, key3, queries, logits, row, dim, lanes):  # type: ignore[no-untyped-def]
-    """Logits of four keys, in rows of lanes from ``row`` on."""
-    for lane in range(row, row + lanes):
-        logits[lane] = logits[lane + _ROW] = np.float32(0)
-        logits[lane + _ROW2] = logits[lane + _ROW3] = np.float32(0)
-    for d in range(_ZERO, dim, _FOUR):
-        a0, a1, a2, a3 = _four(key0, d)
-        b0, b1, b2, b3 = _four(key1, d)
-        c0, c1, c2, c3 = _four(key2, d)
-        d0, d1, d2, d3 = _four(key3, d)
-        for lane in range(_ZERO, lanes):
-            x, y = d * _ROW + lane, row + lane
-            q0, q1 = queries[x], queries[x + _ROW]
-            q2, q3 = queries[x + _ROW2], queries[x + _ROW3]
-            sum0 = logits[y] + (a0 * q0 + a1 * q1 + a2 * q2 + a3 * q3)
-            sum1 = logits[y + _ROW] + (b0 * q0 + b1 * q1 + b2 * q2 + b3 * q3)
-            sum2 = logits[y + _ROW2] + (c0 * q0 + c1 * q1 + c2 * q2 + c3 * q3)
-            sum3 = logits[y + _ROW3] + (d0 * q0 + d1 * q1 + d2 * q2 + d3 * q3)
-            logits[y], logits[y + _ROW] = sum0, sum1
-            logits[y + _ROW2], logits[y + _ROW3] = sum2, sum3
-
-
-@inlined
-def _add(value0, value1, value2, value3, weights, sums, row, dim, lanes):  # type: ignore[no-untyped-def]
-    """Add four values by their weights, which are in rows of lanes from ``row`` on."""
-    for d in range(_ZERO, dim, _FOUR):
-        a0, a1, a2, a3 = _four(value0, d)
-        b0, b1, b2, b3 = _four(value1, d)
-        c0, c1, c2, c3 = _four(value2, d)
-        d0, d1, d2, d3 = _four(value3, d)
-        for lane in range(_ZERO, lanes):
-            x, y = row + lane, d * _ROW + lane
-            w0, w1 = weights[x], weights[x + _ROW]
-            w2, w3 = weights[x + _ROW2], weights[x + _ROW3]
-            sum0 = sums[y] + (a0 * w0 + b0 * w1 + c0 * w2 + d0 * w3)
-            sum1 = sums[y + _ROW] + (a1 * w0 + b1 * w1 + c1 * w2 + d1 * w3)
-            sum2 = sums[y + _ROW2] + (a2 * w0 + b2 * w1 + c2 * w2 + d2 * w3)
-            sum3 = sums[y + _ROW3] + (a3 * w0 + b3 * w1 + c3 * w2 + d3 * w3)
-            sums[y], sums[y + _ROW] = sum0, sum1
-            sums[y + _ROW2], sums[y + _ROW3] = sum2, sum3
-
-
-def _queries(q: Any, k: Any, v: Any, dim: int) -> Any:
-    """The queries of a block: of each value, or of each pair of bfloat16, its lanes."""
+def _memory(q: Any, k: Any, v: Any, number: int) -> Any:
+    """Memory for so many float32, or for as many pairs of bfloat16 if these are multiplied."""
     raise NotImplementedError("only compiled code calls it")
 
 
-@overload(_queries, inline="always")
-def _compiled_queries(q, k, v, dim):  # type: ignore[no-untyped-def]
+@overload(_memory, inline="always")
+def _compiled_memory(q, k, v, number):  # type: ignore[no-untyped-def]
     if HAS_PAIRS and q.dtype == k.dtype == v.dtype == types.uint16:
-        return lambda q, k, v, dim: np.zeros(dim // 2 * LANES, np.uint32)
-    return lambda q, k, v, dim: np.zeros(dim * LANES, np.float32)
+        return lambda q, k, v, number: np.zeros(number, np.uint32)
+    return lambda q, k, v, number: np.zeros(number, np.float32)
 
 
-def _put(queries: Any, lane: int, query: Any, scale: float) -> None:
-    """Put a query in its lane."""
+def _numbers(memory: Any) -> Any:
+    """The single numbers in such memory."""
     raise NotImplementedError("only compiled code calls it")
 
 
-@overload(_put, inline="always")
-def _compiled_put(queries, lane, query, scale):  # type: ignore[no-untyped-def]
-    def put_values(queries, lane, query, scale):  # type: ignore[no-untyped-def]
-        for d in range(len(query)):
-            queries[d * LANES + lane] = as_float(query[d]) * scale
+@overload(_numbers, inline="always")
+def _compiled_numbers(memory):  # type: ignore[no-untyped-def]
+    if memory.dtype == types.float32:
+        return lambda memory: memory
+    return lambda memory: memory.view(np.uint16)
 
-    def put_pairs(queries, lane, query, scale):  # type: ignore[no-untyped-def]
-        for d in range(len(query) // 2):
-            queries[d * LANES + lane] = _pair(query[2 * d], query[2 * d + 1])
 
-    return put_values if queries.dtype == types.float32 else put_pairs
+def _copy(values: Any, to: Any) -> None:
+    """Copy values as float32, or the bits of bfloat16."""
+    raise NotImplementedError("only compiled code calls it")
+
+
+@overload(_copy, inline="always")
+def _compiled_copy(values, to):  # type: ignore[no-untyped-def]
+    def copy_floats(values, to):  # type: ignore[no-untyped-def]
+        for i in range(len(values)):
+            to[i] = as_float(values[i])
+
+    def copy_bits(values, to):  # type: ignore[no-untyped-def]
+        for i in range(len(values)):
+            to[i] = values[i]
+
+    return copy_floats if to.dtype == types.float32 else copy_bits
+
+
+def _put_values(first: Any, second: Any, to: Any, width: int) -> None:
+    """Put two heads of V in two rows, or in one of pairs of bfloat16."""
+    raise NotImplementedError("only compiled code calls it")
+
+
+@overload(_put_values, inline="always")
+def _compiled_put_values(first, second, to, width):  # type: ignore[no-untyped-def]
+    def put_rows(first, second, to, width):  # type: ignore[no-untyped-def]
+        _copy(first, to)
+        _copy(second, to[width:])
+
+    def put_pairs(first, second, to, width):  # type: ignore[no-untyped-def]
+        for i in range(len(first)):
+            to[i] = _pair(first[i], second[i])
+
+    return put_rows if to.dtype == types.float32 else put_pairs
 
 
 @inlined
@@ -136,115 +106,43 @@ def _pair(low, high):  # type: ignore[no-untyped-def]
     return np.uint32(low) | np.uint32(high) << np.uint32(16)
 
 
-def _weigh_keys(
-    k: Any, slots: Any, tile: int, count: int, last: int, kv_head: int,
-    queries: Any, logits: Any, dim: int, lanes: int, scale: float,
+def _put_weights(
+    first: Any, second: Any, most: Any, scale: float, weight: Any, to: Any, like: Any,
+    lanes: int,
 ) -> None:  # fmt: skip
-    """Logits of the keys of a tile."""
+    """Turn two rows of logits into weights, in two rows or in pairs of bfloat16, and add them
+    to the sum of each lane.
+
+    most: the highest logit of each lane, scaled.
+    like: memory for the same numbers.
+    """
     raise NotImplementedError("only compiled code calls it")
 
 
-@overload(_weigh_keys, inline="always")
-def _compiled_weigh_keys(  # type: ignore[no-untyped-def]
-    k, slots, tile, count, last, kv_head, queries, logits, dim, lanes, scale
+@overload(_put_weights, inline="always")
+def _compiled_put_weights(  # type: ignore[no-untyped-def]
+    first, second, most, scale, weight, to, like, lanes
 ):
-    def by_values(  # type: ignore[no-untyped-def]
-        k, slots, tile, count, last, kv_head, queries, logits, dim, lanes, scale
+    def put_rows(  # type: ignore[no-untyped-def]
+        first, second, most, scale, weight, to, like, lanes
     ):
-        for i in range(0, count, 4):
-            key0, key1, key2, key3 = _heads(k, slots, tile + i, last, kv_head)
-            _multiply(
-                key0, key1, key2, key3, queries, logits,
-                np.uint64(i * LANES), np.uint64(dim), np.uint64(lanes),
-            )  # fmt: skip
-
-    def by_pairs(  # type: ignore[no-untyped-def]
-        k, slots, tile, count, last, kv_head, queries, logits, dim, lanes, scale
-    ):
-        logits[: count * LANES] = np.float32(0)
-        for i in range(0, count, 4):
-            key0, key1, key2, key3 = _heads(k, slots, tile + i, last, kv_head)
-            add_pairs(
-                key0.ctypes.data, key1.ctypes.data, key2.ctypes.data, key3.ctypes.data,
-                4, queries.ctypes.data, logits.ctypes.data + i * LANES * 4, LANES * 4,
-                dim // 2, lanes // _VECTOR,
-            )  # fmt: skip
-        for i in range(count):
-            row = logits[i * LANES : i * LANES + lanes]
-            for lane in range(lanes):
-                row[lane] *= scale
-
-    return by_values if queries.dtype == types.float32 else by_pairs
-
-
-def _add_values(
-    v: Any, slots: Any, tile: int, count: int, last: int, kv_head: int,
-    queries: Any, weights: Any, sums: Any, pairs: Any, dim: int, lanes: int,
-) -> None:  # fmt: skip
-    """Add the values of a tile by their weights."""
-    raise NotImplementedError("only compiled code calls it")
-
-
-@overload(_add_values, inline="always")
-def _compiled_add_values(  # type: ignore[no-untyped-def]
-    v, slots, tile, count, last, kv_head, queries, weights, sums, pairs, dim, lanes
-):
-    def by_values(  # type: ignore[no-untyped-def]
-        v, slots, tile, count, last, kv_head, queries, weights, sums, pairs, dim, lanes
-    ):
-        for i in range(0, count, 4):
-            value0, value1, value2, value3 = _heads(v, slots, tile + i, last, kv_head)
-            _add(
-                value0, value1, value2, value3, weights, sums,
-                np.uint64(i * LANES), np.uint64(dim), np.uint64(lanes),
-            )  # fmt: skip
-
-    def by_pairs(  # type: ignore[no-untyped-def]
-        v, slots, tile, count, last, kv_head, queries, weights, sums, pairs, dim, lanes
-    ):
-        values, rounded_weights = pairs[: dim * count // 2], pairs[dim * _TILE // 2 :]
-        for i in range(0, count, 4):
-            value0, value1, value2, value3 = _heads(v, slots, tile + i, last, kv_head)
-            first = values[i // 2 * dim : (i // 2 + 1) * dim]
-            second = values[(i // 2 + 1) * dim : (i // 2 + 2) * dim]
-            for d in range(dim):
-                first[d] = _pair(value0[d], value1[d])
-            for d in range(dim):
-                second[d] = _pair(value2[d], value3[d])
-        for i in range(0, count, 2):
-            low = weights[i * LANES : i * LANES + lanes]
-            high = weights[(i + 1) * LANES : (i + 1) * LANES + lanes]
-            both = rounded_weights[i // 2 * LANES : i // 2 * LANES + lanes]
-            for lane in range(lanes):
-                both[lane] = _pair(rounded(low[lane], v), rounded(high[lane], v))
-        for d in range(0, dim, 4):
-            at = values.ctypes.data + 4 * d
-            add_pairs(
-                at, at + 4, at + 8, at + 12, 4 * dim, rounded_weights.ctypes.data,
-                sums.ctypes.data + d * LANES * 4, LANES * 4, count // 2, lanes // _VECTOR,
-            )  # fmt: skip
-
-    return by_values if queries.dtype == types.float32 else by_pairs
-
-
-@inlined
-def _weigh(logits, most, weight, factor, count, lanes):  # type: ignore[no-untyped-def]
-    """Turn logits of ``count`` keys into weights, and add these to those of all keys before,
-    which shrink by a factor where a logit is higher than theirs."""
-    for lane in range(lanes):
-        factor[lane] = most[lane]
-    for i in range(count):
-        row = logits[i * LANES : i * LANES + lanes]
+        behind = to[lanes:]
         for lane in range(lanes):
-            most[lane] = max(most[lane], row[lane])
-    for lane in range(lanes):
-        factor[lane] = negative_exp(factor[lane] - most[lane])
-        weight[lane] *= factor[lane]
-    for i in range(count):
-        row = logits[i * LANES : i * LANES + lanes]
+            a = negative_exp(first[lane] * scale - most[lane])
+            b = negative_exp(second[lane] * scale - most[lane])
+            weight[lane] += a + b
+            to[lane], behind[lane] = a, b
+
+    def put_pairs(  # type: ignore[no-untyped-def]
+        first, second, most, scale, weight, to, like, lanes
+    ):
         for lane in range(lanes):
-            row[lane] = negative_exp(row[lane] - most[lane])
-            weight[lane] += row[lane]
+            a = negative_exp(first[lane] * scale - most[lane])
+            b = negative_exp(second[lane] * scale - most[lane])
+            weight[lane] += a + b
+            to[lane] = _pair(rounded(a, like), rounded(b, like))
+
+    return put_rows if to.dtype == types.float32 else put_pairs
 
 
 @jit
@@ -253,62 +151,115 @@ def _attend(  # type: ignore[no-untyped-def]
 ):
     """Attention of the blocks ``first`` to ``last``, as :func:`attend_blocks`."""
     dim, group = q.shape[2], q.shape[1] // k.shape[1]
-    queries = _queries(q, k, v, dim)
-    # Two by two, the values of a tile and their weights, where these are multiplied so.
-    pairs = np.zeros(_TILE // 2 * (dim + LANES), np.uint32)
-    sums = np.zeros(dim * LANES, np.float32)
+    width = (dim + SQUARE - 1) // SQUARE * SQUARE
+    # Columns are lanes, but for those of K and V, which are copied from where they are.
+    queries = _memory(q, k, v, width * LANES)
+    rows_of_q = _numbers(_memory(q, k, v, width * SQUARE))
+    keys = _numbers(_memory(q, k, v, _TILE * width))
+    values = _memory(q, k, v, _TILE * width)
+    weights = _memory(q, k, v, _TILE * LANES)
+    units = 4 // keys.itemsize  # numbers of 32 bits
+    sums = np.zeros(width * LANES, np.float32)
+    rows_of_sums = np.zeros(width * SQUARE, np.float32)
     logits = np.zeros(_TILE * LANES, np.float32)
     most = np.zeros(LANES, np.float32)
     weight = np.zeros(LANES, np.float32)
     factor = np.zeros(LANES, np.float32)
-    start = np.zeros(LANES, np.int64)
-    stop = np.zeros(LANES, np.int64)
+    token_of = np.zeros(LANES, np.int64)
+    head_of = np.zeros(LANES, np.int64)  # among those of its KV head
+    start = np.zeros(LANES, np.int32)
+    stop = np.zeros(LANES, np.int32)
     for block in range(first, last):
         slots = table[rows[block]]
         of = tokens[blocks[block] : blocks[block + 1]]
         number = len(of) * group
-        lanes = (number + _VECTOR - 1) // _VECTOR * _VECTOR
+        lanes = (number + SQUARE - 1) // SQUARE * SQUARE
         for lane in range(lanes):
             token = of[min(lane, number - 1) // group]
+            token_of[lane], head_of[lane] = token, lane % group
             start[lane], stop[lane] = begin[token], end[token]
         lowest, highest = start[:lanes].min(), stop[:lanes].max()
         seen_from, seen_to = start[:lanes].max(), stop[:lanes].min()
         for kv_head in range(k.shape[1]):
+            sums[: width * lanes] = np.float32(0)
             for lane in range(lanes):
-                token = of[min(lane, number - 1) // group]
-                head = kv_head * group + lane % group
+                token, head = token_of[lane], kv_head * group + head_of[lane]
                 known = lse[token, head] > _LOWEST
                 most[lane] = lse[token, head] if known else _LOWEST
                 weight[lane] = 1.0 if known else 0.0
-                _put(queries, lane, q[token, head], scale)
-                for d in range(dim):
-                    before = out[token, head, d] if known else np.float32(0)
-                    sums[d * LANES + lane] = before
+                if known:
+                    for d in range(dim):
+                        sums[d * lanes + lane] = out[token, head, d]
+                at = lane % SQUARE
+                _copy(q[token, head], rows_of_q[at * width * units :])
+                if at == SQUARE - 1:
+                    to = queries.ctypes.data + (lane - at) * 4
+                    for d in range(0, dim // units, SQUARE):
+                        transpose(
+                            rows_of_q.ctypes.data + d * 4, width * 4,
+                            to + d * lanes * 4, lanes * 4,
+                        )  # fmt: skip
             for tile in range(lowest, highest, _TILE):
-                count = (min(_TILE, highest - tile) + 3) // 4 * 4
-                _weigh_keys(
-                    k, slots, tile, count, highest - 1, kv_head, queries, logits, dim,
-                    lanes, scale,
-                )  # fmt: skip
-                if tile < seen_from or tile + count > seen_to:
-                    for i in range(count):
+                tile_end = min(tile + _TILE, highest)
+                count = (tile_end - tile + ROWS - 1) // ROWS * ROWS
+                for i in range(count):
+                    key = k[slots[min(tile + i, highest - 1)], kv_head]
+                    _copy(key, keys[i * dim : (i + 1) * dim])
+                next_end = min(tile_end + _TILE, highest)
+                prefetch_heads(k, slots, tile_end, next_end, kv_head)
+                for i in range(0, count, ROWS):
+                    multiply_rows(
+                        keys, keys.ctypes.data + i * dim * keys.itemsize, dim * keys.itemsize, 4,
+                        queries.ctypes.data, lanes * 4, logits.ctypes.data + i * lanes * 4,
+                        dim // units, lanes,
+                    )  # fmt: skip
+                prefetch_heads(v, slots, tile_end, next_end, kv_head)
+                for lane in range(lanes):
+                    factor[lane] = most[lane]
+                for i in range(count):
+                    row, key_at = (
+                        logits[i * lanes : (i + 1) * lanes],
+                        np.int32(tile + i),
+                    )
+                    if key_at < seen_from or key_at >= seen_to:
                         for lane in range(lanes):
-                            if not start[lane] <= tile + i < stop[lane]:
-                                logits[i * LANES + lane] = _LOWEST
-                _weigh(logits, most, weight, factor, count, lanes)
-                for d in range(dim):
-                    total = sums[d * LANES : d * LANES + lanes]
+                            sees = (start[lane] <= key_at) & (key_at < stop[lane])
+                            row[lane] = row[lane] if sees else _LOWEST
                     for lane in range(lanes):
-                        total[lane] *= factor[lane]
-                _add_values(
-                    v, slots, tile, count, highest - 1, kv_head, queries, logits, sums,
-                    pairs, dim, lanes,
-                )  # fmt: skip
+                        most[lane] = max(most[lane], row[lane] * scale)
+                for lane in range(lanes):
+                    factor[lane] = negative_exp(factor[lane] - most[lane])
+                    weight[lane] *= factor[lane]
+                for i in range(0, count, 2):
+                    _put_weights(
+                        logits[i * lanes : (i + 1) * lanes],
+                        logits[(i + 1) * lanes : (i + 2) * lanes],
+                        most, scale, weight, weights[i // units * lanes :], keys, lanes,
+                    )  # fmt: skip
+                    _put_values(
+                        v[slots[min(tile + i, highest - 1)], kv_head],
+                        v[slots[min(tile + i + 1, highest - 1)], kv_head],
+                        values[i // units * width :], width,
+                    )  # fmt: skip
+                for d in range(0, width, ROWS):
+                    add_rows(
+                        values, values.ctypes.data + d * 4, 4, width * 4, weights.ctypes.data,
+                        lanes * 4, sums.ctypes.data + d * lanes * 4, count // units, lanes,
+                        factor.ctypes.data,
+                    )  # fmt: skip
             for lane in range(number):
-                token, head = of[lane // group], kv_head * group + lane % group
+                token, head = token_of[lane], kv_head * group + head_of[lane]
                 lse[token, head] = most[lane] + np.log(weight[lane])
+                at = lane % SQUARE
+                if at == 0:
+                    for d in range(0, width, SQUARE):
+                        transpose(
+                            sums.ctypes.data + (d * lanes + lane) * 4, lanes * 4,
+                            rows_of_sums.ctypes.data + d * 4, width * 4,
+                        )  # fmt: skip
+                share, result = np.float32(1) / weight[lane], out[token, head]
                 for d in range(dim):
-                    out[token, head, d] = sums[d * LANES + lane] / weight[lane]
+                    result[d] = rows_of_sums[at * width + d] * share
 
 
 @parallel

@@ -12,29 +12,18 @@ from numba import prange
 from .host_kernels import (
     as_float,
     in_parts,
-    inlined,
     jit,
     negative_exp,
     parallel,
-    prefetch,
+    prefetch_heads,
 )  # fmt: skip
 
 # Tokens whose logits are computed before the softmax continues. Meanwhile the next tile is
 # loaded: the KV of a step is larger than a cache, and its slots are nowhere near each other.
 _TILE = 16
 _LOWEST = np.float32(-1e30)
-_LINE = 64  # bytes that a cache loads at once
 # Products of a query and a key that another thread is worth: some 25 us of work.
 _PART = 1 << 17
-
-
-@inlined
-def _prefetch_heads(cache, slots, begin, end, head):  # type: ignore[no-untyped-def]
-    """Load a KV head at some positions into the processor's caches."""
-    for i in range(begin, end):
-        values = cache[slots[i], head]
-        for offset in range(0, len(values) * values.itemsize, _LINE):
-            prefetch(values.ctypes.data + offset)
 
 
 @jit
@@ -69,7 +58,7 @@ def _attend(  # type: ignore[no-untyped-def]
             next_end = min(next_end, next_begin + _TILE)
             for kv_head in range(kv_heads):
                 first_head = kv_head * group
-                _prefetch_heads(k, next_slots, next_begin, next_end, kv_head)
+                prefetch_heads(k, next_slots, next_begin, next_end, kv_head)
                 for i in range(0, whole, 4):
                     key0, key1 = (
                         k[slots[tile + i], kv_head],
@@ -97,7 +86,7 @@ def _attend(  # type: ignore[no-untyped-def]
                         for d in range(dim):
                             dot += query[d] * as_float(key[d])
                         logits[g, i] = dot
-                _prefetch_heads(v, next_slots, next_begin, next_end, kv_head)
+                prefetch_heads(v, next_slots, next_begin, next_end, kv_head)
                 for g in range(group):
                     head = first_head + g
                     row, total = logits[g], sums[head]

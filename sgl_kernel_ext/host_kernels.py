@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 # The values of tensors, by dtype, as numba reads them: it has no bfloat16.
 DTYPES = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
 
+_LINE = 64  # bytes that a cache loads at once
+
 # Not all of fastmath: values may be infinite, or no numbers.
 _MATH: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "arcp", "nsz"}, "error_model": "numpy",
@@ -87,6 +89,15 @@ def prefetch(_typing, address):  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return numba.types.void(numba.types.intp), generate
+
+
+@inlined
+def prefetch_heads(cache, slots, begin, end, head):  # type: ignore[no-untyped-def]
+    """Load a KV head at some positions into the processor's caches."""
+    for i in range(begin, end):
+        values = cache[slots[i], head]
+        for offset in range(0, len(values) * values.itemsize, _LINE):
+            prefetch(values.ctypes.data + offset)
 
 
 def array(x: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -22,7 +22,7 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import (
 from torch.nn import functional
 
 from sgl_kernel_ext import block_attention, decode_attention
-from sgl_kernel_ext.bfloat_pairs import HAS_PAIRS
+from sgl_kernel_ext.vector_products import HAS_PAIRS
 from sgl_kernel_ext.block_attention import attend_blocks, block_size
 from sgl_kernel_ext.decode_attention import attend_decodes
 from sgl_kernel_ext.host_kernels import array
@@ -159,7 +159,7 @@ def test_numbers_that_are_none_stay_with_their_request(
 ATTEND = """
 import sys
 import numpy as np
-from sgl_kernel_ext.bfloat_pairs import HAS_PAIRS
+from sgl_kernel_ext.vector_products import HAS_PAIRS
 from sgl_kernel_ext.block_attention import attend_blocks
 with np.load(sys.argv[1]) as given:
     arrays = [given[f"arr_{i}"] for i in range(len(given))]

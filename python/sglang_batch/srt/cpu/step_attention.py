@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sgl_kernel_ext.bfloat_pairs import HAS_PAIRS
+from sgl_kernel_ext.vector_products import HAS_PAIRS
 from sgl_kernel_ext.block_attention import attend_blocks
 from sgl_kernel_ext.decode_attention import attend_decodes
 from sgl_kernel_ext.host_kernels import array

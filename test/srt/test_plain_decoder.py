@@ -45,6 +45,8 @@ def test_states_are_those_of_sglangs_modules(
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["DECODE"] > 20
     assert found["EXTEND"] > 4
+    assert found["whole"] > 2
+    assert found["zeros"] > 100
     if model_type == "llama":
         assert found["mixed"] > 2
     assert found["different"] == 0

@@ -22,10 +22,10 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import (
 from torch.nn import functional
 
 from sgl_kernel_ext import block_attention, decode_attention
-from sgl_kernel_ext.vector_products import HAS_PAIRS
 from sgl_kernel_ext.block_attention import attend_blocks, block_size
 from sgl_kernel_ext.decode_attention import attend_decodes
 from sgl_kernel_ext.host_kernels import array
+from sgl_kernel_ext.vector_products import HAS_PAIRS
 from sglang_batch.srt.cpu import packed_linears
 from sglang_batch.srt.cpu.cpu_attention import FastAttention, attend
 from sglang_batch.srt.cpu.step_attention import StepAttention, shared_spans

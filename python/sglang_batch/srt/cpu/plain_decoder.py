@@ -182,10 +182,14 @@ class PlainDecoder:
 
     model: ``LlamaModel``, or one like it.
     backend: the attention of its steps.
+    is_generation: the states are read where tokens are sampled only.
     """
 
-    def __init__(self, model: Any, backend: FastAttention) -> None:
+    def __init__(
+        self, model: Any, backend: FastAttention, *, is_generation: bool
+    ) -> None:
         self._model, self._backend = model, backend
+        self._is_generation = is_generation
         self._stock = partial(type(model).forward, model)
         self._parameters = list(model.parameters())
         # The memory that the layers were made of, and the layers, none if the model is of
@@ -206,7 +210,8 @@ class PlainDecoder:
         input_ids, positions: ``[num_tokens]``.
 
         Returns:
-            ``[num_tokens, hidden_size]``.
+            ``[num_tokens, hidden_size]``. Of prompts whose other states nothing reads, those of
+            their last tokens, and zeros.
         """
         is_plain = (
             not torch.compiler.is_compiling()
@@ -274,6 +279,17 @@ class PlainDecoder:
             for layer, norm in zip(model.layers, norms[1:], strict=True)
         ]
 
+    def _sampled(self, forward_batch: Any) -> torch.Tensor | None:
+        """The rows at which a step with prompts samples, or None if all of its states count."""
+        if (
+            forward_batch.forward_mode.is_decode()
+            or not self._is_generation
+            or forward_batch.return_logprob
+            or forward_batch.capture_hidden_mode.need_capture()
+        ):
+            return None
+        return forward_batch.extend_seq_lens.cumsum(0) - 1
+
     def _run(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any
     ) -> torch.Tensor:
@@ -297,7 +313,9 @@ class PlainDecoder:
                 table = tables[id(layer.rotary)] = array(layer.rotary.cos_sin_cache)
                 kernels.check_positions(at, table)
 
-        residual, first = kernels.values_of(x), self._model.layers[0].input_layernorm
+        sampled, last = self._sampled(forward_batch), self._layers[-1]
+        stream, first = x, self._model.layers[0].input_layernorm
+        residual = kernels.values_of(stream)
         x = kernels.rms_norm(x, first.weight, first.variance_epsilon)
         q = np.empty((number, heads, dim), residual.dtype)
         attended = torch.empty(number, heads * dim)
@@ -312,17 +330,24 @@ class PlainDecoder:
             attention.attend_values(q, *kv, *options, by_head)
             if out is not attended:
                 out.copy_(attended)
+            if layer is last and sampled is not None:
+                out, stream = out[sampled], stream[sampled]
+                residual = kernels.values_of(stream)
             x = layer.o(out)
             kernels.add_rms_norm_values(kernels.values_of(x), residual, *layer.mlp_norm)
             x = layer.down(kernels.silu_and_mul(layer.gate_up(x)))
             kernels.add_rms_norm_values(
                 kernels.values_of(x), residual, *layer.next_norm
             )
-        return x
+        if sampled is None:
+            return x
+        return x.new_zeros(number, x.shape[1]).index_copy_(0, sampled, x)
 
 
 def use(model_runner: Any, backend: FastAttention) -> None:
     """Run the steps of a runner's model by a :class:`PlainDecoder` where it knows them."""
     model = getattr(model_runner.model, "model", None)
     if model is not None and _is_known(model):
-        model.forward = PlainDecoder(model, backend)
+        model.forward = PlainDecoder(
+            model, backend, is_generation=model_runner.is_generation
+        )

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sgl_kernel_ext.vector_products import HAS_PAIRS
 from sgl_kernel_ext.block_attention import attend_blocks
 from sgl_kernel_ext.decode_attention import attend_decodes
 from sgl_kernel_ext.host_kernels import array
+from sgl_kernel_ext.vector_products import HAS_PAIRS
 
 # Tokens of a prefix, over all its requests but two, from which on its decodes are faster
 # together, by `benchmark/bench_cpu_attention.py`.

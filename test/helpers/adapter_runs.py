@@ -52,7 +52,7 @@ def run_adapters(
             [
                 *command("adapters_on_engine"),
                 *("--model-path", str(model), *SERVER_ARGS, *args),
-                *("--enable-lora", "--lora-backend=torch_native"),
+                "--enable-lora",
                 *(f"--max-loras-per-batch={most}", "--lora-paths", *lora_paths),
             ],
             input=json.dumps(given),

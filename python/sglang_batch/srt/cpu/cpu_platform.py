@@ -25,7 +25,9 @@ class TorchNativeCpuPlatform(CpuDeviceMixin, interface.SRTPlatform):  # type: ig
         return "torch_native"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Let SGLang take our attention for deterministic inference."""
+        """Let SGLang take our attention for deterministic inference, and LoRA without a GPU."""
+        if server_args.enable_lora or server_args.lora_paths:
+            server_args.lora_backend = "torch_native"
         name = self.get_default_attention_backend()
         for names in (
             choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,

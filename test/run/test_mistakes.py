@@ -43,6 +43,9 @@ class Mistake(NamedTuple):
 RUN = "run -i in.jsonl -o out --model-path model"
 MISTAKES = {
     "no model": Mistake("run -i in.jsonl -o out", 2, "--model-path MODEL is required"),
+    "empty model": Mistake(
+        "run -i in.jsonl -o out --model-path=", 2, "--model-path has an empty value"
+    ),
     "no such model": Mistake(
         f"{RUN}/none/x", 2, "cannot be the name of a Hugging Face"
     ),

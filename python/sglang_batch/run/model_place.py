@@ -73,6 +73,8 @@ def check_model_path(
 
     Raises ConfigError if it is in none of these places, or the hub does not answer.
     """
+    if not name:
+        raise ConfigError(f"{flag} has an empty value: name a model.")
     path = Path(name).expanduser()
     if os.path.isfile(path) or name in ("dummy", "none"):
         return

@@ -276,8 +276,9 @@ def test_a_table_is_for_map_table(capsys: Outputs, tmp_path: Path) -> None:
 
 
 def test_a_table_that_the_server_refuses_says_why(server: LoopbackServer) -> None:
-    table, body = pyarrow.table({"a": ["x"]}), {"model": MODEL, "user": "{{a}}"}
-    with pytest.raises(ServerError, match="Messages parameter is required"):
+    table = pyarrow.table({"a": ["x"]})
+    body = {"model": "other", "messages": [{"role": "user", "content": "{{a}}"}]}
+    with pytest.raises(ServerError, match="model 'other' is not supported"):
         map_table(table, body, server=server.url, api_key=KEY)
 
 

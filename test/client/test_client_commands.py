@@ -21,7 +21,6 @@ import uvicorn
 from batch_service import running_service
 from builders import (
     CHAT,
-    MODEL,
     answer_text,
     make_body,
     make_file,

@@ -124,6 +124,7 @@ def figures_of(measured: Measured) -> list[Figure]:
     ]  # fmt: skip
     for other in (
         variants.CASCADE, library_variants.FLASHINFER, library_variants.FA3,
+        *library_variants.FLASH_CASCADES.values(),
     ):  # fmt: skip
         figures += _gains(f"speed over {other}", targeted, other)
     figures += [

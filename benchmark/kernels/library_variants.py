@@ -1,9 +1,11 @@
-"""Baselines from libraries: torch's SDPA and FlexAttention, FlashInfer's cascade, and
-FlashAttention 3 as SGLang's backend calls it."""
+"""Baselines from libraries: torch's SDPA and FlexAttention, FlashInfer's cascade, FlashAttention 3
+as SGLang's backend calls it, and cascades of FlashAttention 3 and 4."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,12 @@ SDPA = "SDPA, gathered KV"
 FLEX = "FlexAttention"
 FLASHINFER = "FlashInfer cascade"
 FA3 = "FlashAttention 3"
+FLASH_CASCADES = {3: "FlashAttention 3 cascade", 4: "FlashAttention 4 cascade"}
+# By version, as SGLang imports it, and the families of devices that it is for.
+FLASH_MODULES = {
+    3: ("sgl_kernel.flash_attn", (9,)),
+    4: ("sglang.kernels.ops.attention.flash_attention_v4", (9, 10)),
+}
 
 # Limits, because more takes too long: gathered KV of all layers in bytes, and mask cells
 # of FlexAttention.
@@ -208,6 +216,67 @@ def flash_attention_3(inputs: Inputs) -> Variant:
     return Variant(FA3, launch)
 
 
+def flash_levels(inputs: Inputs) -> list[dict[str, Any]]:
+    """Of each level, what FlashAttention has to know: its nodes are sequences, whose queries
+    are all their decodes."""
+    size, device = inputs.layout.page_size, inputs.device
+    levels = []
+    for queries, bounds, pages, last in zip(*flashinfer_levels(inputs), strict=True):
+        counts = np.diff(bounds)
+        table = np.zeros((len(counts), counts.max()), np.int32)
+        table[np.arange(counts.max()) < counts[:, None]] = pages
+        lengths, first = (counts - 1) * size + last, np.array(queries)
+        ints = [
+            torch.from_numpy(each.astype(np.int32)).to(device)
+            for each in (first, table, lengths)
+        ]
+        names = ("cu_seqlens_q", "page_table", "cache_seqlens")
+        most = {"max_seqlen_q": int(np.diff(first).max())}
+        levels.append(dict(zip(names, ints, strict=True)) | most)
+    return levels
+
+
+def cascade_of(
+    inputs: Inputs, attend: Callable[..., Any], merge: Callable[..., Any]
+) -> Callable[[int], torch.Tensor]:
+    """A launch that calls ``attend``, as ``flash_attn_with_kvcache``, for each level, and merges
+    each result with those before."""
+    paged = (-1, inputs.layout.page_size, inputs.heads[1], inputs.q.shape[2])
+    levels = flash_levels(inputs)
+
+    def launch(layer: int) -> torch.Tensor:
+        caches = inputs.k_caches[layer].view(paged), inputs.v_caches[layer].view(paged)
+        found: tuple[torch.Tensor, torch.Tensor] | None = None
+        for level in levels:
+            out, lse, *_ = attend(
+                inputs.q, *caches, softmax_scale=inputs.scale, causal=False,
+                return_softmax_lse=True, **level,
+            )  # fmt: skip
+            own = out, lse.T.contiguous()  # [num_heads, num_tokens] before
+            found = own if found is None else merge(*found, *own)
+        assert found is not None
+        return found[0]
+
+    return launch
+
+
+def flash_cascade(inputs: Inputs, version: int) -> Variant:
+    """The nodes of each level by FlashAttention, and a merge per level."""
+    module, families = FLASH_MODULES[version]
+    try:
+        flash: Any = importlib.import_module(module)
+        merging: Any = importlib.import_module(
+            "sglang.srt.layers.attention.merge_state"
+        )
+    except Exception as error:  # without a driver, an OSError
+        raise Unavailable(f"not installed ({error})") from error
+    family = torch.cuda.get_device_capability(inputs.device)[0]
+    if family not in families:
+        raise Unavailable(f"is not for devices of capability {family}")
+    launch = cascade_of(inputs, flash.flash_attn_with_kvcache, merging.merge_state)
+    return Variant(FLASH_CASCADES[version], launch)
+
+
 def library_builders(inputs: Inputs, with_flex: bool) -> list[tuple[str, Builder]]:
     """Baselines for a workload of decodes, with their names."""
     if inputs.layout.shape.chunks:
@@ -216,5 +285,9 @@ def library_builders(inputs: Inputs, with_flex: bool) -> list[tuple[str, Builder
         (SDPA, sdpa),
         (FLASHINFER, flashinfer_cascade),
         (FA3, flash_attention_3),
+        *(
+            (name, partial(flash_cascade, version=version))
+            for version, name in FLASH_CASCADES.items()
+        ),
     ]
     return [*found, (FLEX, flex)] if with_flex else found

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,52 @@ def test_the_levels_of_the_cascade_cover_each_request(
         position = np.arange(length)
         page = layout.table[request, position // page_size]
         assert found[request] == (page * page_size + position % page_size).tolist()
+
+
+def attend_levels(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, page_table: torch.Tensor,
+    cache_seqlens: torch.Tensor, cu_seqlens_q: torch.Tensor, max_seqlen_q: int,
+    softmax_scale: float, causal: bool, return_softmax_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """FlashAttention's ``flash_attn_with_kvcache`` of these arguments, in torch."""
+    assert return_softmax_lse
+    assert not causal
+    assert cu_seqlens_q.diff().max() == max_seqlen_q
+    out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:2])
+    group = q.shape[1] // k.shape[2]
+    bounds = cu_seqlens_q.tolist()
+    for node, (begin, end) in enumerate(pairwise(bounds)):
+        length = int(cache_seqlens[node])
+        key, value = (
+            cache[page_table[node].long()].flatten(0, 1)[:length]
+            .repeat_interleave(group, 1)
+            for cache in (k, v)
+        )  # fmt: skip
+        logits = torch.einsum("nhd,shd->nhs", q[begin:end], key) * softmax_scale
+        lse[begin:end] = logits.logsumexp(-1)
+        out[begin:end] = torch.einsum("nhs,shd->nhd", logits.softmax(-1), value)
+    return out, lse.T
+
+
+def merge_levels(
+    a: torch.Tensor, a_lse: torch.Tensor, b: torch.Tensor, b_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    lse = torch.logaddexp(a_lse, b_lse)
+    parts = (
+        (x * (x_lse - lse).exp()[..., None]) for x, x_lse in ((a, a_lse), (b, b_lse))
+    )
+    return sum(parts, torch.zeros_like(a)), lse
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("forest", FORESTS)
+def test_a_cascade_of_flash_attention_is_attention(forest: str, page_size: int) -> None:
+    from inputs import worst_error
+    from library_variants import cascade_of
+
+    inputs = small_inputs(forest, page_size)
+    out = cascade_of(inputs, attend_levels, merge_levels)(0)
+    assert worst_error(out, inputs.truth()) < 1e-5
 
 
 def test_splits_cover_every_request_once() -> None:

@@ -152,13 +152,13 @@ def _attend(  # type: ignore[no-untyped-def]
     """Attention of the blocks ``first`` to ``last``, as :func:`attend_blocks`."""
     dim, group = q.shape[2], q.shape[1] // k.shape[1]
     width = (dim + SQUARE - 1) // SQUARE * SQUARE
-    # Columns are lanes, but for those of K and V, which are copied from where they are.
+    # K and V are copied from their slots. All else has rows of lanes, one behind the other.
     queries = _memory(q, k, v, width * LANES)
     rows_of_q = _numbers(_memory(q, k, v, width * SQUARE))
     keys = _numbers(_memory(q, k, v, _TILE * width))
     values = _memory(q, k, v, _TILE * width)
     weights = _memory(q, k, v, _TILE * LANES)
-    units = 4 // keys.itemsize  # numbers of 32 bits
+    units = 4 // keys.itemsize  # numbers in 32 bits
     sums = np.zeros(width * LANES, np.float32)
     rows_of_sums = np.zeros(width * SQUARE, np.float32)
     logits = np.zeros(_TILE * LANES, np.float32)
@@ -217,10 +217,8 @@ def _attend(  # type: ignore[no-untyped-def]
                 for lane in range(lanes):
                     factor[lane] = most[lane]
                 for i in range(count):
-                    row, key_at = (
-                        logits[i * lanes : (i + 1) * lanes],
-                        np.int32(tile + i),
-                    )
+                    row = logits[i * lanes : (i + 1) * lanes]
+                    key_at = np.int32(tile + i)
                     if key_at < seen_from or key_at >= seen_to:
                         for lane in range(lanes):
                             sees = (start[lane] <= key_at) & (key_at < stop[lane])

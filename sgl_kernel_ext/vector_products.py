@@ -1,8 +1,7 @@
 """Products of rows and vectors of lanes in compiled code, whose sums stay in registers.
 
-Where the processor multiplies pairs of bfloat16 (AVX-512 BF16), values of that dtype are
-multiplied so: it adds the products of two pairs to a float32. numba knows neither the type nor
-the instruction. All other values are multiplied as float32.
+Where the processor multiplies pairs of bfloat16 (AVX-512 BF16), it adds the products of two
+numbers to a float32; numba knows neither the type nor the instruction. Other values are float32.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from numba.extending import intrinsic
 
 _features = get_host_cpu_features() if numba.config.CPU_NAME is None else {}
 HAS_PAIRS = bool(_features.get("avx512bf16"))
-# Rows at a time, and lanes of a vector, so that twice as many sums as rows fit the registers and
-# hide the latency of the instruction.
+# Rows that are multiplied at a time, by two vectors of so many lanes: their sums fit the registers
+# and are enough to hide the latency of the instruction.
 ROWS, _LANES = (8, 16) if _features.get("avx512f") else (4, 8)
 # Rows and columns of a square that is transposed at once.
 SQUARE = 16
@@ -54,7 +53,7 @@ class _Code:
     def __init__(self, builder: Any, pairs: bool) -> None:
         self._builder = builder
         self._kind = _PAIRS if pairs else _FLOATS
-        name = "x86.avx512bf16.dpbf16ps.512" if pairs else f"fma.v{_LANES}f32"
+        name = "x86.avx512bf16.dpbf16ps.512" if pairs else f"fmuladd.v{_LANES}f32"
         given = [_FLOATS, _PAIRS, _PAIRS] if pairs else [_FLOATS] * 3
         self._add = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(_FLOATS, given), f"llvm.{name}"

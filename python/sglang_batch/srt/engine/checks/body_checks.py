@@ -112,9 +112,10 @@ def validated(kind: type[_Parsed], body: JsonObject) -> _Parsed:
 def _validated(kind: type[_Parsed], body: JsonObject) -> _Parsed:
     try:
         return kind.model_validate(body)
-    except (
-        AttributeError
-    ):  # where it looks for a schema before it has checked the field
+    except AttributeError:
+        # SGLang looks for a schema in this field before it has checked it.
+        if "response_format" not in body:
+            raise
         problem = "it must be an object, and so must its schema"
         raise FieldError("response_format", problem, "invalid_type") from None
     except ValidationError as error:

@@ -120,7 +120,7 @@ def _used(inputs: Inputs, slots: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(used[slots]).to(inputs.device)
 
 
-def flashinfer_levels(
+def cascade_levels(
     inputs: Inputs,
 ) -> tuple[list[list[int]], list[list[int]], list[np.ndarray], list[list[int]]]:
     """Per level: query indptr, page indptr, pages, tokens in the last page.
@@ -161,7 +161,7 @@ def flashinfer_cascade(inputs: Inputs) -> Variant:
     except ImportError as error:
         raise Unavailable(f"not installed ({error})") from error
     layout, device = inputs.layout, inputs.device
-    queries, bounds, pages, last = flashinfer_levels(inputs)
+    queries, bounds, pages, last = cascade_levels(inputs)
     workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device)
     wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(
         len(queries), workspace, "NHD"
@@ -217,11 +217,11 @@ def flash_attention_3(inputs: Inputs) -> Variant:
 
 
 def flash_levels(inputs: Inputs) -> list[dict[str, Any]]:
-    """Of each level, what FlashAttention has to know: its nodes are sequences, whose queries
-    are all their decodes."""
+    """FlashAttention's arguments for each level: a node is a sequence, and all its decodes are
+    queries of it."""
     size, device = inputs.layout.page_size, inputs.device
     levels = []
-    for queries, bounds, pages, last in zip(*flashinfer_levels(inputs), strict=True):
+    for queries, bounds, pages, last in zip(*cascade_levels(inputs), strict=True):
         counts = np.diff(bounds)
         table = np.zeros((len(counts), counts.max()), np.int32)
         table[np.arange(counts.max()) < counts[:, None]] = pages

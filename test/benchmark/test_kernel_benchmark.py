@@ -129,12 +129,12 @@ def run_quietly(launch: Any) -> torch.Tensor:
 def test_the_levels_of_the_cascade_cover_each_request(
     forest: str, page_size: int
 ) -> None:
-    from library_variants import flashinfer_levels
+    from library_variants import cascade_levels
 
     inputs = small_inputs(forest, page_size)
     layout = inputs.layout
     found: list[list[int]] = [[] for _ in layout.kv_len]
-    for queries, bounds, pages, last in zip(*flashinfer_levels(inputs), strict=True):
+    for queries, bounds, pages, last in zip(*cascade_levels(inputs), strict=True):
         assert queries[-1] == len(layout.kv_len)
         for node in range(len(queries) - 1):
             own = pages[bounds[node] : bounds[node + 1]]

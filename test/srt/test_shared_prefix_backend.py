@@ -180,7 +180,7 @@ def test_kv_in_fp8_is_read_as_sglang_reads_it(
 def test_drafts_share_where_they_are_in_a_row(
     demo_model: Path, cases: list[Case], tmp_path: Path, breadth: int
 ) -> None:
-    """Steps without drafts share beside trees, too, which SGLang's backend verifies."""
+    """Steps without drafts share, also between trees, which SGLang's backend verifies."""
     few = 6
     config = {"attention": "torch", "draft_requests": few}
     config["step_log"] = str(tmp_path / STEPS)

@@ -188,6 +188,7 @@ class JobDirectory:
             raise self.another(f"--model-path: it was {before}, now it is {now}")
         # Lines that were refused for naming another model have their answers already.
         served = found.served_model, served_name(known)
+        # By default the name is the path, which may be spelled in another way.
         if served[0] and served[0] != served[1] and served != (before, now):
             raise self.another(
                 f"--served-model-name: it was {served[0]}, now it is {served[1]}"

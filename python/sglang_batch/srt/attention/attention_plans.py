@@ -50,7 +50,7 @@ class StepPlans:
 
     decodes: planner for steps that only decode.
     chunks: planner for steps with several tokens of a request, or None if there are none:
-        drafts that are verified, or else prompts beside decodes.
+        drafts that are verified, or else prompts together with decodes.
     drafts: tokens that a step verifies of each request, one after the other, or 0.
     counts: see ``_TOTALS``.
     """

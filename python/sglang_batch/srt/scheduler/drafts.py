@@ -121,10 +121,10 @@ class DraftsWhereFewRun(ngram_worker.NGRAMWorker):  # type: ignore[misc]
 
 
 def _in_a_row(drafts: Any, seen: Any, width: int) -> tuple[Any, Any]:
-    """The longest branch of each request, and what else there is behind it.
+    """The longest branch of each request, followed by its other drafts.
 
-    Where one branch is asked for, SGLang's trees have another where texts with fewer of the
-    last tokens go on differently, and beside the first draft zeros for those that lack.
+    Where one branch is asked for, SGLang's trees have more: continuations of texts that share
+    fewer of the last tokens, and zeros that fill the width.
 
     drafts: int64 ``[requests * width]``.
     seen: int64 ``[requests * width * width]``, whether a draft sees another.

@@ -56,7 +56,7 @@ compile: compile-planner compile-fields
 compile-planner: env
 	PYTHONPATH=test/helpers $(BIN)/python -c "from sglang_batch.config import OfflineBatchConfig as Config; \
 	from sglang_batch.job.job_planner import compile_planner; \
-	compile_planner(Config(policy='auto'))"
+	compile_planner(Config(policy='auto')); compile_planner(Config(policy='auto'), dense=True)"
 
 compile-fields: env
 	$(BIN)/python -c "from sglang_batch.inputs.field_sample import compile_field_orders; \

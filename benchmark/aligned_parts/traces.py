@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 from report import Figure, print_table
 
-from sglang_batch.config import ORDERS, PAGED_ORDERS
+from sglang_batch.config import ORDERS
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.machine_model import EngineLimits, Machine
 from sglang_batch.planner.ordering.order import Order, OrderSettings
-from sglang_batch.planner.plan import Candidates, best
+from sglang_batch.planner.plan import Candidates, best, orders_for
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests, sums_before
 from sglang_batch.planner.simulator.simulator import Simulation, simulate
 from sglang_batch.prediction.workloads.mix import Workload
@@ -170,7 +170,7 @@ def simulated(
         )
         for name, order in orders.items()
     }  # fmt: skip
-    planned = {name: job.run(name) for name in PAGED_ORDERS}
+    planned = {name: job.run(name) for name in orders_for(job.machine)}
     runs["auto"] = runs[best(planned)]
     by_length = ("ascending", "length-tree", "length-aligned", "auto")
     runs["best of the others"] = min(

@@ -102,7 +102,8 @@ ORDERS = tuple(name for name in POLICIES if name != AUTO)
 """Names of the policies that are an order themselves: all but ``auto``."""
 
 PAGED_ORDERS = tuple(name for name in ORDERS if not POLICY_TABLE[name].for_dense)
-"""The orders among which ``auto`` chooses for paged KV, by simulation."""
+"""The orders for paged KV. ``auto`` chooses among them by simulation, without those
+by length where the longest row decides no step."""
 
 DENSE_ORDERS = tuple(
     name

@@ -173,15 +173,19 @@ def bimodal(num_requests: int = 60) -> PlanRequests:
 
 @pytest.mark.parametrize("capacity", [200, 800, 10_000])
 @pytest.mark.parametrize(
-    ("dense", "orders"), [(False, PAGED_ORDERS), (True, DENSE_ORDERS)]
+    ("row_share", "dense", "orders"),
+    [
+        (0, False, tuple(x for x in PAGED_ORDERS if not x.startswith("length-"))),
+        (8, False, PAGED_ORDERS),
+        (0, True, DENSE_ORDERS),
+    ],
 )
 def test_auto_takes_the_fastest(
-    capacity: int, dense: bool, orders: tuple[str, ...]
+    capacity: int, row_share: float, dense: bool, orders: tuple[str, ...]
 ) -> None:
     engine = machine(capacity)
-    if dense:
-        limits = replace(engine.limits, dense=True)
-        engine = Machine(replace(engine.cost, padded=True), limits)
+    cost = replace(engine.cost, row_share=row_share, padded=dense)
+    engine = Machine(cost, replace(engine.limits, dense=dense))
     assert orders_for(engine) == orders
     job = candidates(bimodal(), engine)
     runs = {name: job.run(name) for name in orders}

@@ -319,8 +319,12 @@ logger = logging.getLogger(__name__)
 _LOADING_S = 5.0
 
 
-def compile_planner(config: OfflineBatchConfig) -> None:
-    """Make all plans of a tiny job: the first, one from answers, and for two engines."""
+def compile_planner(config: OfflineBatchConfig, *, dense: bool = False) -> None:
+    """Make all plans of a tiny job: the first, one from answers, and for two engines.
+
+    Args:
+        dense: plan for the engine on transformers.
+    """
     if not POLICY_TABLE[config.policy].uses_prompts:
         return
     said = threading.Timer(
@@ -331,12 +335,12 @@ def compile_planner(config: OfflineBatchConfig) -> None:
     said.daemon = True
     said.start()
     try:
-        _plan(config)
+        _plan(config, dense)
     finally:
         said.cancel()
 
 
-def _plan(config: OfflineBatchConfig) -> None:
+def _plan(config: OfflineBatchConfig, dense: bool) -> None:
     num_requests, prompt_len = 2 * MIN_SAMPLED, 8
     # Two families of requests that share half of their prompts.
     prompts = np.arange(num_requests * prompt_len, dtype=np.int32).reshape(
@@ -350,7 +354,8 @@ def _plan(config: OfflineBatchConfig) -> None:
         known_output_len=np.full(num_requests, UNKNOWN, np.int32),
     )
     cost = CostModel.of(TYPICAL_MODEL, hardware("h100"), attention_flops=True)
-    machine = Machine(cost, EngineLimits(kv_capacity_tokens=4096, as_sglang=True))
+    limits = EngineLimits(4096, as_sglang=not dense, dense=dense)
+    machine = Machine(replace(cost, padded=dense), limits)
     numbers = np.arange(num_requests)
     planner = JobPlanner(requests, numbers, machine, config)
     for shard in planner.plans():

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..config import DENSE_ORDERS, ORDERS, PAGED_ORDERS
+from ..config import DENSE_ORDERS, ORDERS, PAGED_ORDERS, POLICY_TABLE
 from .machine_model import Machine
 from .ordering.order import Order, OrderSettings
 from .ordering.order_functions import make_order
@@ -41,7 +41,12 @@ GUESSED_SCALES = (1.0, 0.5, 0.25, 2.0, 0.1)
 
 def orders_for(machine: Machine) -> tuple[str, ...]:
     """The orders among which ``auto`` chooses."""
-    return DENSE_ORDERS if machine.limits.dense else PAGED_ORDERS
+    if machine.limits.dense:
+        return DENSE_ORDERS
+    if machine.cost.row_share > 1 or machine.cost.padded:
+        return PAGED_ORDERS
+    # A row is never longer than all together, so that no step is faster for similar lengths.
+    return tuple(name for name in PAGED_ORDERS if not POLICY_TABLE[name].by_length)
 
 
 def choose(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ..config import AUTO, PAGED_ORDERS
+from ..config import AUTO
 from ..errors import ConfigError, InputError
 from ..inputs.local_input import LocalInput
 from ..inputs.staging import Staging, check_template
@@ -18,6 +18,7 @@ from ..planner.costs.model_spec import ModelSpec, counted_model
 from ..planner.machine_model import Machine, min_step_tokens
 from ..planner.ordering.order import OrderSettings
 from ..planner.output_lengths.estimates import prior_output_len
+from ..planner.plan import orders_for
 from ..planner.prefixes.prefix_tree import build_prefix_tree
 from ..planner.requests import UNKNOWN, PlanRequests
 from ..run.backend_options import known_arguments
@@ -152,7 +153,7 @@ def _report(
 ) -> Report:
     requests = rendered.requests
     auto = options.policy == AUTO
-    orders = PAGED_ORDERS if auto else (options.policy,)
+    orders = orders_for(machine) if auto else (options.policy,)
     found = forecast(
         requests,
         machine,

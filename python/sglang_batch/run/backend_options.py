@@ -228,12 +228,14 @@ class EngineSettings:
     memory_note: the size of SGLang's KV cache where it is our default, else empty.
     start: loads the model in the chosen engine.
     note: which engine ``--backend auto`` chose and why, else empty.
+    is_dense: whether it is the engine on transformers.
     """
 
     server_args: Any
     memory_note: str
     start: StartEngine
     note: str = ""
+    is_dense: bool = False
 
 
 def engine_settings(
@@ -256,7 +258,7 @@ def engine_settings(
         note = f"--backend {backend}: {reason}."
     if backend == "transformers":
         server_args, start = transformers_engine(argv)
-        return EngineSettings(server_args, "", start, note)
+        return EngineSettings(server_args, "", start, note, is_dense=True)
     if not any(argument.split("=")[0] == "--log-level" for argument in argv):
         argv = [*argv, "--log-level=info"]
     server_args = in_process.parse_server_args(argv)

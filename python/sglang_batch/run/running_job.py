@@ -134,7 +134,9 @@ class RunningJob:
         try:
             requests = with_stop_rules(self._requests, self._config.stop_rules)
             todo, dedupe = self._log.unfinished(), self._config.dedupe
-            compiling = _in_background(partial(compile_planner, self._config))
+            compiling = _in_background(
+                partial(compile_planner, self._config, dense=self.settings.is_dense)
+            )
             equal = _in_background(partial(find_equal, requests, todo, dedupe))
             return self._run(compiling, equal)
         except StoreWriteError as error:

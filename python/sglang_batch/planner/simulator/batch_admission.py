@@ -26,13 +26,13 @@ from ..requests import LEFT
 from . import prefix_cache as prefix
 from .engine_state import (
     COMES_BACK,
-    DECODES,
     LEAVES,
     NONE,
     WAITS,
     RowHeap,
     RowLengths,
     Sim,
+    find_longest,
     note,
 )
 from .request_stages import (
@@ -49,12 +49,12 @@ from .step_admission import compute, fits, overtakes
 
 
 @jit_in_place
-def batch_prefill(sim: Sim, lengths: RowLengths) -> tuple[int, float]:
+def batch_prefill(sim: Sim, heap: RowHeap, lengths: RowLengths) -> tuple[int, float]:
     state = sim.state
     if sim.queue.rule > 0 and wants_switch(
         lengths.batches, lengths.law, _running_rows(sim)
     ):
-        _switch(sim, lengths)
+        _switch(sim, heap, lengths)
     tokens = max(0, sim.engine.step_tokens - state.decoding)
     s = sim.sides[LEFT]
     done, attention = 0, 0.0
@@ -71,7 +71,7 @@ def batch_prefill(sim: Sim, lengths: RowLengths) -> tuple[int, float]:
             if sim.engine.as_sglang and overtakes(sim, i):
                 break
             if not _has_room(sim, lengths, i):
-                if _make_way(sim, lengths, i):
+                if _make_way(sim, heap, lengths, i):
                     continue
                 s.blocked = 1
                 break
@@ -97,23 +97,17 @@ def _running_rows(sim: Sim) -> RunningRows:
 
 
 @jit_in_place
-def take_notes(sim: Sim, lengths: RowLengths) -> None:
+def take_notes(sim: Sim, heap: RowHeap, lengths: RowLengths) -> None:
     """Carry out the notes, and find the longest row."""
-    state = sim.state
-    for at in range(state.num_notes):
+    for at in range(sim.state.num_notes if sim.queue.rule > 0 else 0):
         i, kind = sim.notes[at] // 4, sim.notes[at] % 4
-        if kind == DECODES:
-            push_row(sim, lengths.heap, i)
-        elif sim.queue.rule == 0:
-            continue
-        elif kind == WAITS:
+        if kind == WAITS:
             _add(sim, lengths, i)
         elif kind == LEAVES:
             leave(lengths.batches, i)
-        else:
+        elif kind == COMES_BACK:
             come_back(lengths.batches, i)
-    state.num_notes = 0
-    find_longest(sim, lengths.heap)
+    find_longest(sim, heap)
 
 
 @jit_in_place
@@ -156,7 +150,7 @@ def _waits_for_prefix(sim: Sim, lengths: RowLengths, i: int) -> bool:
 
 
 @jit_in_place
-def _switch(sim: Sim, lengths: RowLengths) -> None:
+def _switch(sim: Sim, heap: RowHeap, lengths: RowLengths) -> None:
     """Park the rows that leave before the next batch joins."""
     i = sim.state.newest
     while i != NONE:
@@ -164,11 +158,11 @@ def _switch(sim: Sim, lengths: RowLengths) -> None:
         if sim.requests[i].event != NONE and is_parked(lengths.batches, i):
             park(sim, i)
         i = older
-    take_notes(sim, lengths)
+    take_notes(sim, heap, lengths)
 
 
 @jit_in_place
-def _make_way(sim: Sim, lengths: RowLengths, i: int) -> bool:
+def _make_way(sim: Sim, heap: RowHeap, lengths: RowLengths, i: int) -> bool:
     """Park the longest row of the old batch for a request, if it is longer. Returns whether
     there was one. Not on SGLang, where rows leave between steps only."""
     if sim.queue.rule != TREE or not lengths.law.parks or sim.engine.as_sglang:
@@ -186,7 +180,7 @@ def _make_way(sim: Sim, lengths: RowLengths, i: int) -> bool:
     if longest == NONE:
         return False
     park(sim, longest)
-    take_notes(sim, lengths)
+    take_notes(sim, heap, lengths)
     return True
 
 
@@ -248,69 +242,3 @@ def _join(sim: Sim, lengths: RowLengths, i: int) -> bool:
         return True
     admit(sim, i, LEFT)
     return False
-
-
-# The longest row that decodes, in the simulator.
-#
-# Every row grows by one token a step, so that ``length - step`` is constant while a row
-# decodes. The largest of these is the top of a heap. Rows that have left are removed when they
-# come to the top.
-
-
-@jit_in_place
-def _decodes(sim: Sim, heap: RowHeap, at: int) -> bool:
-    """Whether an entry of the heap is of a row that still decodes."""
-    r = sim.requests[heap.rows[at]]
-    return bool(r.event != NONE and r.row_base == heap.bases[at])
-
-
-@jit_in_place
-def _push(sim: Sim, heap: RowHeap, base: int, row: int) -> None:
-    bases, rows = heap.bases, heap.rows
-    at = sim.state.heap_rows
-    sim.state.heap_rows += 1
-    while at > 0 and bases[(at - 1) // 2] < base:
-        above = (at - 1) // 2
-        bases[at], rows[at] = bases[above], rows[above]
-        at = above
-    bases[at], rows[at] = base, row
-
-
-@jit_in_place
-def _pop(sim: Sim, heap: RowHeap) -> None:
-    bases, rows = heap.bases, heap.rows
-    sim.state.heap_rows -= 1
-    number = sim.state.heap_rows
-    base, row = bases[number], rows[number]
-    at = 0
-    while 2 * at + 1 < number:
-        child = 2 * at + 1
-        if child + 1 < number and bases[child + 1] > bases[child]:
-            child += 1
-        if base >= bases[child]:
-            break
-        bases[at], rows[at] = bases[child], rows[child]
-        at = child
-    bases[at], rows[at] = base, row
-
-
-@jit_in_place
-def push_row(sim: Sim, heap: RowHeap, row: int) -> None:
-    state = sim.state
-    if state.heap_rows == len(heap.bases):  # full of rows that have left
-        entries, state.heap_rows = state.heap_rows, 0
-        for at in range(entries):
-            if _decodes(sim, heap, at):
-                _push(sim, heap, heap.bases[at], heap.rows[at])
-    _push(sim, heap, sim.requests[row].row_base, row)
-
-
-@jit_in_place
-def find_longest(sim: Sim, heap: RowHeap) -> None:
-    """Set ``longest``: tokens that the longest row reads in this step, 0 without rows."""
-    state = sim.state
-    while state.heap_rows > 0 and not _decodes(sim, heap, 0):
-        _pop(sim, heap)
-    state.longest = 0
-    if state.heap_rows > 0:
-        state.longest = heap.bases[0] + state.step

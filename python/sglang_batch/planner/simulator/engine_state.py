@@ -191,17 +191,16 @@ class RowHeap(NamedTuple):
 
 
 class RowLengths(NamedTuple):
-    """The lengths of rows, where they matter to costs, capacity or batches.
+    """The lengths of rows, where they matter to capacity or batches.
 
-    Apart from :class:`Sim`, since numba's time to compile functions grows with their arrays.
+    Apart from :class:`Sim`, since numba's time to compile functions grows with their arrays. It
+    does not compile what only takes place with them where there are none.
 
-    heap: rows that decode.
     cells: running rows of a dense engine.
     batches: waiting requests, and the batches that the others run in.
     law: by which the batches are chosen.
     """
 
-    heap: RowHeap
     cells: PaddedForecast
     batches: LengthBatches
     law: BatchLaw
@@ -310,8 +309,8 @@ def in_pages(sim: Sim, tokens: int) -> int:
 
 # Notes of changes to rows, for those who keep rows by their lengths.
 #
-# They are taken in one place, ``batch_admission.take_notes``, before each step, so that the heap,
-# the forecast and the batches of rows by length are not passed to all functions of the simulator.
+# They are taken in one place before each step, so that the heap, the forecast and the batches of
+# rows by length are not passed to all functions of the simulator.
 
 DECODES, LEAVES, WAITS, COMES_BACK = 0, 1, 2, 3
 
@@ -321,3 +320,74 @@ def note(sim: Sim, i: int, kind: int) -> None:
     """Note that a row begins to decode, leaves, waits again, or comes back."""
     sim.notes[sim.state.num_notes] = 4 * i + kind
     sim.state.num_notes += 1
+
+
+# The longest row that decodes.
+#
+# Every row grows by one token a step, so that ``length - step`` is constant while a row
+# decodes. The largest of these is the top of a heap. Rows that have left are removed when they
+# come to the top.
+
+
+@jit_in_place
+def _decodes(sim: Sim, heap: RowHeap, at: int) -> bool:
+    """Whether an entry of the heap is of a row that still decodes."""
+    r = sim.requests[heap.rows[at]]
+    return bool(r.event != NONE and r.row_base == heap.bases[at])
+
+
+@jit_in_place
+def _push(sim: Sim, heap: RowHeap, base: int, row: int) -> None:
+    bases, rows = heap.bases, heap.rows
+    at = sim.state.heap_rows
+    sim.state.heap_rows += 1
+    while at > 0 and bases[(at - 1) // 2] < base:
+        above = (at - 1) // 2
+        bases[at], rows[at] = bases[above], rows[above]
+        at = above
+    bases[at], rows[at] = base, row
+
+
+@jit_in_place
+def _pop(sim: Sim, heap: RowHeap) -> None:
+    bases, rows = heap.bases, heap.rows
+    sim.state.heap_rows -= 1
+    number = sim.state.heap_rows
+    base, row = bases[number], rows[number]
+    at = 0
+    while 2 * at + 1 < number:
+        child = 2 * at + 1
+        if child + 1 < number and bases[child + 1] > bases[child]:
+            child += 1
+        if base >= bases[child]:
+            break
+        bases[at], rows[at] = bases[child], rows[child]
+        at = child
+    bases[at], rows[at] = base, row
+
+
+@jit_in_place
+def _push_row(sim: Sim, heap: RowHeap, row: int) -> None:
+    state = sim.state
+    if state.heap_rows == len(heap.bases):  # full of rows that have left
+        entries, state.heap_rows = state.heap_rows, 0
+        for at in range(entries):
+            if _decodes(sim, heap, at):
+                _push(sim, heap, heap.bases[at], heap.rows[at])
+    _push(sim, heap, sim.requests[row].row_base, row)
+
+
+@jit_in_place
+def find_longest(sim: Sim, heap: RowHeap) -> None:
+    """Take all notes, and set ``longest``: tokens that the longest row reads in this step, 0
+    without rows."""
+    state = sim.state
+    for at in range(state.num_notes):
+        if sim.notes[at] % 4 == DECODES:
+            _push_row(sim, heap, sim.notes[at] // 4)
+    state.num_notes = 0
+    while state.heap_rows > 0 and not _decodes(sim, heap, 0):
+        _pop(sim, heap)
+    state.longest = 0
+    if state.heap_rows > 0:
+        state.longest = heap.bases[0] + state.step

@@ -179,9 +179,12 @@ def simulate(
         ),
         forecast=make_forecast(int(steps.max(initial=1.0)), limits.page_size),
     )
-    row_lengths = _row_lengths(engine, limits, order.lengths, n)
+    heap = RowHeap(np.zeros(3 * n + 1, np.int64), np.zeros(3 * n + 1, np.int64))
+    row_lengths = None
+    if limits.dense or order.lengths is not None:
+        row_lengths = _row_lengths(engine, limits, order.lengths, n)
     samples = np.zeros((6, NUM_SAMPLES))
-    stride = run_steps(sim, row_lengths, samples)
+    stride = run_steps(sim, heap, row_lengths, samples)
     output_tokens = int(np.maximum(output_len, 1).sum(dtype=np.int64))
     return _result(tree, limits, sim, row_lengths, samples, stride, output_tokens)
 
@@ -248,7 +251,7 @@ def _places(tree: PrefixTree, order: Order, requests: NDArray[Any]) -> NDArray[A
 def _row_lengths(
     engine: SimEngine, limits: EngineLimits, keys: LengthKeys | None, num_requests: int
 ) -> RowLengths:
-    batches, heap_size = _NO_BATCHES, 3 * num_requests + 1
+    batches = _NO_BATCHES
     if keys is not None:
         batches = make_batches(num_requests, keys.rule, keys.max_wait_steps)
     law = BatchLaw(
@@ -262,7 +265,6 @@ def _row_lengths(
         or (limits.prefetches and parking_pays(engine.row_share, padded=engine.padded)),
     )
     return RowLengths(
-        heap=RowHeap(np.zeros(heap_size, np.int64), np.zeros(heap_size, np.int64)),
         cells=make_padded_forecast(num_requests + 1 if limits.dense else 0),
         batches=batches,
         law=law,
@@ -300,12 +302,13 @@ def _result(
     tree: PrefixTree,
     limits: EngineLimits,
     sim: Sim,
-    row_lengths: RowLengths,
+    row_lengths: RowLengths | None,
     samples: Floats,
     stride: int,
     output_tokens: int,
 ) -> Simulation:
-    state, batches = sim.state, row_lengths.batches.state[0]
+    state = sim.state
+    batches = (_NO_BATCHES if row_lengths is None else row_lengths.batches).state[0]
     num_steps = int(state["step"] - state["idle"]) - 1
     held = state["kv_steps"] / max(1, num_steps)
     begin = sim.requests["begin"]

@@ -13,7 +13,16 @@ from ..kv_lengths.batch_state import tick
 from ..requests import Floats
 from . import prefix_cache as prefix
 from .batch_admission import add_all, batch_prefill, take_notes
-from .engine_state import COMES_BACK, KV_MARGIN, RowLengths, Sim, in_pages, note
+from .engine_state import (
+    COMES_BACK,
+    KV_MARGIN,
+    RowHeap,
+    RowLengths,
+    Sim,
+    find_longest,
+    in_pages,
+    note,
+)
 from .prefix_cache import GARBAGE, IDLE, LOCKED
 from .request_stages import (
     decode_kv,
@@ -56,15 +65,15 @@ def _remaining_density(sim: Sim) -> float:
 
 
 @jit_in_place
-def _grow(sim: Sim, lengths: RowLengths) -> None:
+def _grow(sim: Sim, heap: RowHeap, lengths: RowLengths | None) -> None:
     """Add one KV token to every decoding request, retracting requests if KV is short."""
     state = sim.state
     totals = sim.cache.totals
     while over_capacity(sim):
         if sim.engine.as_sglang or not retract_newest(sim):
             break
-        if sim.engine.dense:
-            take_notes(sim, lengths)
+        if lengths is not None and sim.engine.dense:
+            take_notes(sim, heap, lengths)
     grow(sim)
     make_room(sim)
     used = kv_in_use(sim)
@@ -94,7 +103,9 @@ def _sample(samples: Floats, stride: int, step: int, values: tuple[float, ...]) 
 
 
 @jit_in_place
-def _prompts(sim: Sim, lengths: RowLengths, target: float) -> tuple[int, float]:
+def _prompts(
+    sim: Sim, heap: RowHeap, lengths: RowLengths | None, target: float
+) -> tuple[int, float]:
     state = sim.state
     state.cut = 0
     if sim.engine.as_sglang:
@@ -104,8 +115,8 @@ def _prompts(sim: Sim, lengths: RowLengths, target: float) -> tuple[int, float]:
         if state.num_offloaded > 0:  # no other request is admitted
             left = max(0, sim.engine.step_tokens - state.decoding)
             return compute_begun(sim, left)
-    if sim.queue.rule > 0 or sim.engine.dense:
-        return batch_prefill(sim, lengths)
+    if lengths is not None:
+        return batch_prefill(sim, heap, lengths)
     if sim.queue.dual:
         return dual_prefill(sim, target)
     return static_prefill(sim)
@@ -195,10 +206,14 @@ def _charge(
 
 
 @jit_in_place
-def run_steps(sim: Sim, lengths: RowLengths, samples: Floats) -> int:
+def run_steps(
+    sim: Sim, heap: RowHeap, lengths: RowLengths | None, samples: Floats
+) -> int:
     """Simulate steps until the job has ended. Returns the steps per column of ``samples``.
 
     Args:
+        heap: rows that decode.
+        lengths: None where an order is followed and KV is paged.
         samples: float64 ``[6, s]`` of zeros, ``s`` even, to which each step is added: its seconds,
             compute and memory time, rows that decode, their tokens of KV, and those of the longest.
     """
@@ -207,17 +222,20 @@ def run_steps(sim: Sim, lengths: RowLengths, samples: Floats) -> int:
     stride = 1
     target = 1.0
     counted = 0
-    if sim.queue.rule > 0:
+    if lengths is not None and sim.queue.rule > 0:
         add_all(sim, lengths)
     while state.done < len(sim.requests):
         if sim.queue.dual and (engine.as_sglang or state.step % _RETARGET_STEPS == 1):
             target = _remaining_density(sim)
-        take_notes(sim, lengths)
-        tokens, attention = _prompts(sim, lengths, target)
+        if lengths is None:
+            find_longest(sim, heap)
+        else:
+            take_notes(sim, heap, lengths)
+        tokens, attention = _prompts(sim, heap, lengths, target)
         # SGLang would continue one of the prompts in the next step, before rows decode again.
         alone = engine.as_sglang and prompt_begun(sim) and apart(sim, tokens)
         if not alone:
-            _grow(sim, lengths)
+            _grow(sim, heap, lengths)
         if engine.as_sglang and tokens + state.decoding == 0:
             # Nothing runs: only free the KV of ended requests.
             state.idle += 1
@@ -238,7 +256,7 @@ def run_steps(sim: Sim, lengths: RowLengths, samples: Floats) -> int:
         )
         if alone:
             continue
-        if sim.queue.rule > 0 and state.decoding > 0:
+        if lengths is not None and sim.queue.rule > 0 and state.decoding > 0:
             tick(lengths.batches)
         if engine.as_sglang and state.decoding > 0:
             state.clock += 1

@@ -13,9 +13,7 @@ from numba import prange, types
 from numba.extending import overload
 
 from .host_kernels import (
-    as_float,
     in_parts,
-    inlined,
     jit,
     negative_exp,
     parallel,
@@ -23,11 +21,15 @@ from .host_kernels import (
     rounded,
 )
 from .vector_products import (
-    HAS_PAIRS,
     ROWS,
     SQUARE,
     add_rows,
+    copy_values,
+    memory,
     multiply_rows,
+    numbers,
+    pair,
+    put_values,
     transpose,
 )
 
@@ -38,72 +40,6 @@ _TILE = 64
 _LOWEST = np.float32(-1e30)
 # Products of a query and a key that another thread is worth: some 25 us of work.
 _PART = 1 << 19
-
-
-def _memory(q: Any, k: Any, v: Any, number: int) -> Any:
-    """Memory for so many float32, or for as many pairs of bfloat16 if these are multiplied."""
-    raise NotImplementedError("only compiled code calls it")
-
-
-@overload(_memory, inline="always")
-def _compiled_memory(q, k, v, number):  # type: ignore[no-untyped-def]
-    if HAS_PAIRS and q.dtype == k.dtype == v.dtype == types.uint16:
-        return lambda q, k, v, number: np.zeros(number, np.uint32)
-    return lambda q, k, v, number: np.zeros(number, np.float32)
-
-
-def _numbers(memory: Any) -> Any:
-    """The single numbers in such memory."""
-    raise NotImplementedError("only compiled code calls it")
-
-
-@overload(_numbers, inline="always")
-def _compiled_numbers(memory):  # type: ignore[no-untyped-def]
-    if memory.dtype == types.float32:
-        return lambda memory: memory
-    return lambda memory: memory.view(np.uint16)
-
-
-def _copy(values: Any, to: Any) -> None:
-    """Copy values as float32, or the bits of bfloat16."""
-    raise NotImplementedError("only compiled code calls it")
-
-
-@overload(_copy, inline="always")
-def _compiled_copy(values, to):  # type: ignore[no-untyped-def]
-    def copy_floats(values, to):  # type: ignore[no-untyped-def]
-        for i in range(len(values)):
-            to[i] = as_float(values[i])
-
-    def copy_bits(values, to):  # type: ignore[no-untyped-def]
-        for i in range(len(values)):
-            to[i] = values[i]
-
-    return copy_floats if to.dtype == types.float32 else copy_bits
-
-
-def _put_values(first: Any, second: Any, to: Any, width: int) -> None:
-    """Put two heads of V in two rows, or in one of pairs of bfloat16."""
-    raise NotImplementedError("only compiled code calls it")
-
-
-@overload(_put_values, inline="always")
-def _compiled_put_values(first, second, to, width):  # type: ignore[no-untyped-def]
-    def put_rows(first, second, to, width):  # type: ignore[no-untyped-def]
-        _copy(first, to)
-        _copy(second, to[width:])
-
-    def put_pairs(first, second, to, width):  # type: ignore[no-untyped-def]
-        for i in range(len(first)):
-            to[i] = _pair(first[i], second[i])
-
-    return put_rows if to.dtype == types.float32 else put_pairs
-
-
-@inlined
-def _pair(low, high):  # type: ignore[no-untyped-def]
-    """Two bfloat16 as a processor multiplies them."""
-    return np.uint32(low) | np.uint32(high) << np.uint32(16)
 
 
 def _put_weights(
@@ -140,7 +76,7 @@ def _compiled_put_weights(  # type: ignore[no-untyped-def]
             a = negative_exp(first[lane] * scale - most[lane])
             b = negative_exp(second[lane] * scale - most[lane])
             weight[lane] += a + b
-            to[lane] = _pair(rounded(a, like), rounded(b, like))
+            to[lane] = pair(rounded(a, like), rounded(b, like))
 
     return put_rows if to.dtype == types.float32 else put_pairs
 
@@ -153,11 +89,11 @@ def _attend(  # type: ignore[no-untyped-def]
     dim, group = q.shape[2], q.shape[1] // k.shape[1]
     width = (dim + SQUARE - 1) // SQUARE * SQUARE
     # K and V are copied from their slots. All else has rows of lanes, one behind the other.
-    queries = _memory(q, k, v, width * LANES)
-    rows_of_q = _numbers(_memory(q, k, v, width * SQUARE))
-    keys = _numbers(_memory(q, k, v, _TILE * width))
-    values = _memory(q, k, v, _TILE * width)
-    weights = _memory(q, k, v, _TILE * LANES)
+    queries = memory(q, k, v, width * LANES)
+    rows_of_q = numbers(memory(q, k, v, width * SQUARE))
+    keys = numbers(memory(q, k, v, _TILE * width))
+    values = memory(q, k, v, _TILE * width)
+    weights = memory(q, k, v, _TILE * LANES)
     units = 4 // keys.itemsize  # numbers in 32 bits
     sums = np.zeros(width * LANES, np.float32)
     rows_of_sums = np.zeros(width * SQUARE, np.float32)
@@ -191,7 +127,7 @@ def _attend(  # type: ignore[no-untyped-def]
                     for d in range(dim):
                         sums[d * lanes + lane] = out[token, head, d]
                 at = lane % SQUARE
-                _copy(q[token, head], rows_of_q[at * width * units :])
+                copy_values(q[token, head], rows_of_q[at * width * units :])
                 if at == SQUARE - 1:
                     to = queries.ctypes.data + (lane - at) * 4
                     for d in range(0, dim // units, SQUARE):
@@ -204,16 +140,16 @@ def _attend(  # type: ignore[no-untyped-def]
                 count = (tile_end - tile + ROWS - 1) // ROWS * ROWS
                 for i in range(count):
                     key = k[slots[min(tile + i, highest - 1)], kv_head]
-                    _copy(key, keys[i * dim : (i + 1) * dim])
+                    copy_values(key, keys[i * dim : (i + 1) * dim])
                 next_end = min(tile_end + _TILE, highest)
-                prefetch_heads(k, slots, tile_end, next_end, kv_head)
+                prefetch_heads(k, slots, tile_end, next_end, kv_head, 0, 1)
                 for i in range(0, count, ROWS):
                     multiply_rows(
                         keys, keys.ctypes.data + i * dim * keys.itemsize, dim * keys.itemsize, 4,
                         queries.ctypes.data, lanes * 4, logits.ctypes.data + i * lanes * 4,
                         dim // units, lanes,
                     )  # fmt: skip
-                prefetch_heads(v, slots, tile_end, next_end, kv_head)
+                prefetch_heads(v, slots, tile_end, next_end, kv_head, 0, 1)
                 for lane in range(lanes):
                     factor[lane] = most[lane]
                 for i in range(count):
@@ -234,7 +170,7 @@ def _attend(  # type: ignore[no-untyped-def]
                         logits[(i + 1) * lanes : (i + 2) * lanes],
                         most, scale, weight, weights[i // units * lanes :], keys, lanes,
                     )  # fmt: skip
-                    _put_values(
+                    put_values(
                         v[slots[min(tile + i, highest - 1)], kv_head],
                         v[slots[min(tile + i + 1, highest - 1)], kv_head],
                         values[i // units * width :], width,

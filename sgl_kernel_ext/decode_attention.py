@@ -10,17 +10,29 @@ import numpy as np
 from numba import prange
 
 from .host_kernels import (
-    as_float,
     in_parts,
     jit,
     negative_exp,
     parallel,
     prefetch_heads,
-)  # fmt: skip
+    rounded,
+)
+from .vector_products import (
+    LANES,
+    add_places,
+    copy_values,
+    memory,
+    multiply_places,
+    numbers,
+    put_values,
+)
 
 # Tokens whose logits are computed before the softmax continues. Meanwhile the next tile is
 # loaded: the KV of a step is larger than a cache, and its slots are nowhere near each other.
-_TILE = 16
+_TILE = 32
+# Bytes between the rows of a head from which on too many of a tile are in the same places of the
+# first cache: then a tile has half as many.
+_FAR = 2048
 _LOWEST = np.float32(-1e30)
 # Products of a query and a key that another thread is worth: some 25 us of work.
 _PART = 1 << 17
@@ -32,11 +44,24 @@ def _attend(  # type: ignore[no-untyped-def]
 ):
     """Attention of a range of the tokens, as :func:`attend_decodes`."""
     heads, dim = q.shape[1], q.shape[2]
-    kv_heads = k.shape[1]
-    group = heads // kv_heads
+    group = heads // k.shape[1]
+    weights = numbers(memory(q, k, v, _TILE))
+    size = weights.itemsize
+    # A key is a row of numbers, filled up to whole vectors. A row of V has 32 bits for each
+    # number: a float32, or those of two positions.
+    key_vectors = (dim * size + 4 * LANES - 1) // (4 * LANES)
+    value_vectors = (dim + LANES - 1) // LANES
+    key_width, width = key_vectors * 4 * LANES // size, value_vectors * LANES
+    queries = numbers(memory(q, k, v, heads * key_width))
+    keys = numbers(memory(q, k, v, _TILE * key_width))
+    values = memory(q, k, v, _TILE * width)
+    # Whether the rows are read where the cache has them. Else they are copied.
+    k_is_row = k.strides[2] == k.itemsize == size and dim == key_width
+    v_is_row = v.strides[2] == v.itemsize == size == 4 and dim == width
+    step = _TILE if k.strides[0] < _FAR else _TILE // 2
+    sums = np.zeros((heads, width), np.float32)
     logits = np.empty((group, _TILE), np.float32)
-    queries = np.empty((heads, dim), np.float32)
-    sums = np.empty((heads, dim), np.float32)
+    places, keys_at, values_at = np.empty((3, _TILE), np.int64)
     most = np.empty(heads, np.float32)
     weight = np.empty(heads, np.float32)
     for at in range(first, last):
@@ -45,90 +70,76 @@ def _attend(  # type: ignore[no-untyped-def]
             known = lse[b, head] > _LOWEST
             most[head] = lse[b, head] if known else _LOWEST
             weight[head] = 1.0 if known else 0.0
+            copy_values(q[b, head], queries[head * key_width :])
             for d in range(dim):
-                queries[head, d] = as_float(q[b, head, d]) * scale
                 sums[head, d] = out[b, head, d] if known else np.float32(0)
-        for tile in range(begin[b], end[b], _TILE):
-            count = min(_TILE, end[b] - tile)
-            whole = count - count % 4
-            next_slots, next_begin, next_end = slots, tile + _TILE, end[b]
+        for tile in range(begin[b], end[b], step):
+            count = min(step, end[b] - tile)
+            next_slots, next_begin, next_end = slots, tile + step, end[b]
             if next_begin >= next_end and at + 1 < last:
                 next_slots, following = table[rows[at + 1]], tokens[at + 1]
                 next_begin, next_end = begin[following], end[following]
-            next_end = min(next_end, next_begin + _TILE)
-            for kv_head in range(kv_heads):
+            next_end = min(next_end, next_begin + step)
+            # Whole vectors of keys, and an even number of rows of V: the last one is repeated.
+            scored = (count + LANES - 1) // LANES * LANES
+            added = (count + 3) // 4 * 4
+            for i in range(scored):
+                slot = np.int64(slots[tile + min(i, count - 1)])
+                keys_at[i] = k.ctypes.data + slot * k.strides[0]
+                values_at[i] = v.ctypes.data + slot * v.strides[0]
+            for kv_head in range(k.shape[1]):
                 first_head = kv_head * group
-                prefetch_heads(k, next_slots, next_begin, next_end, kv_head)
-                for i in range(0, whole, 4):
-                    key0, key1 = (
-                        k[slots[tile + i], kv_head],
-                        k[slots[tile + i + 1], kv_head],
-                    )
-                    key2, key3 = (
-                        k[slots[tile + i + 2], kv_head],
-                        k[slots[tile + i + 3], kv_head],
-                    )
-                    for g in range(group):
-                        query = queries[first_head + g]
-                        dot0 = dot1 = dot2 = dot3 = np.float32(0)
-                        for d in range(dim):
-                            dot0 += query[d] * as_float(key0[d])
-                            dot1 += query[d] * as_float(key1[d])
-                            dot2 += query[d] * as_float(key2[d])
-                            dot3 += query[d] * as_float(key3[d])
-                        logits[g, i], logits[g, i + 1] = dot0, dot1
-                        logits[g, i + 2], logits[g, i + 3] = dot2, dot3
-                for i in range(whole, count):
-                    key = k[slots[tile + i], kv_head]
-                    for g in range(group):
-                        query = queries[first_head + g]
-                        dot = np.float32(0)
-                        for d in range(dim):
-                            dot += query[d] * as_float(key[d])
-                        logits[g, i] = dot
-                prefetch_heads(v, next_slots, next_begin, next_end, kv_head)
+                for i in range(scored):
+                    places[i] = keys_at[i] + kv_head * k.strides[1]
+                if not k_is_row:
+                    for i in range(scored):
+                        key = k[slots[tile + min(i, count - 1)], kv_head]
+                        copy_values(key, keys[i * key_width :])
+                        places[i] = keys.ctypes.data + i * key_width * size
                 for g in range(group):
-                    head = first_head + g
-                    row, total = logits[g], sums[head]
+                    prefetch_heads(
+                        k, next_slots, next_begin, next_end, kv_head, g, group
+                    )
+                    query = queries.ctypes.data + (first_head + g) * key_width * size
+                    for i in range(0, scored, LANES):
+                        multiply_places(
+                            keys, places.ctypes.data + 8 * i, query,
+                            logits[g].ctypes.data + 4 * i, key_vectors,
+                        )  # fmt: skip
+                for i in range(scored):
+                    places[i] = values_at[i] + kv_head * v.strides[1]
+                if not v_is_row:
+                    for i in range(0, added, 2):
+                        put_values(
+                            v[slots[tile + min(i, count - 1)], kv_head],
+                            v[slots[tile + min(i + 1, count - 1)], kv_head],
+                            values[i * size // 4 * width :], width,
+                        )  # fmt: skip
+                    for i in range(added * size // 4):
+                        places[i] = values.ctypes.data + i * width * 4
+                for g in range(group):
+                    head, row = first_head + g, logits[g]
+                    prefetch_heads(
+                        v, next_slots, next_begin, next_end, kv_head, g, group
+                    )
                     highest = most[head]
-                    for i in range(count):
+                    for i in range(count, scored):
+                        row[i] = _LOWEST
+                    for i in range(scored):
+                        row[i] *= scale
                         highest = max(highest, row[i])
                     factor = negative_exp(most[head] - highest)
                     most[head] = highest
-                    added = np.float32(0)
-                    for i in range(count):
+                    total = np.float32(0)
+                    for i in range(scored):
                         power = negative_exp(row[i] - highest)
-                        row[i] = power
-                        added += power
-                    weight[head] = weight[head] * factor + added
-                    for d in range(dim):
-                        total[d] *= factor
-                for i in range(0, whole, 4):
-                    value0, value1 = (
-                        v[slots[tile + i], kv_head],
-                        v[slots[tile + i + 1], kv_head],
-                    )
-                    value2, value3 = (
-                        v[slots[tile + i + 2], kv_head],
-                        v[slots[tile + i + 3], kv_head],
-                    )
-                    for g in range(group):
-                        total = sums[first_head + g]
-                        power0, power1 = logits[g, i], logits[g, i + 1]
-                        power2, power3 = logits[g, i + 2], logits[g, i + 3]
-                        for d in range(dim):
-                            total[d] += (
-                                power0 * as_float(value0[d])
-                                + power1 * as_float(value1[d])
-                                + power2 * as_float(value2[d])
-                                + power3 * as_float(value3[d])
-                            )
-                for i in range(whole, count):
-                    value = v[slots[tile + i], kv_head]
-                    for g in range(group):
-                        power, total = logits[g, i], sums[first_head + g]
-                        for d in range(dim):
-                            total[d] += power * as_float(value[d])
+                        weights[i] = rounded(power, weights)
+                        total += power
+                    weight[head] = weight[head] * factor + total
+                    add_places(
+                        keys, weights.ctypes.data, places.ctypes.data, added * size // 4,
+                        sums[head].ctypes.data, value_vectors, factor,
+                    )  # fmt: skip
         for head in range(heads):
             for d in range(dim):
                 out[b, head, d] = sums[head, d] / weight[head]

@@ -92,12 +92,17 @@ def prefetch(_typing, address):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def prefetch_heads(cache, slots, begin, end, head):  # type: ignore[no-untyped-def]
-    """Load a KV head at some positions into the processor's caches."""
-    for i in range(begin, end):
-        values = cache[slots[i], head]
-        for offset in range(0, len(values) * values.itemsize, _LINE):
-            prefetch(values.ctypes.data + offset)
+def prefetch_heads(  # type: ignore[no-untyped-def]
+    cache, slots, begin, end, head, part, parts
+):
+    """Load a KV head at one of so many parts of the positions into the processor's caches."""
+    number, first = end - begin, cache.ctypes.data + head * cache.strides[1]
+    for i in range(
+        begin + number * part // parts, begin + number * (part + 1) // parts
+    ):
+        at = first + np.int64(slots[np.uint64(i)]) * cache.strides[0]
+        for line in range(at, at + cache.shape[2] * cache.itemsize, _LINE):
+            prefetch(line)
 
 
 def array(x: torch.Tensor) -> np.ndarray[Any, Any]:

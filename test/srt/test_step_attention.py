@@ -161,11 +161,18 @@ import sys
 import numpy as np
 from sgl_kernel_ext.vector_products import HAS_PAIRS
 from sgl_kernel_ext.block_attention import attend_blocks
+from sgl_kernel_ext.decode_attention import attend_decodes
 with np.load(sys.argv[1]) as given:
-    arrays = [given[f"arr_{i}"] for i in range(len(given))]
-out, lse = np.empty(arrays[0].shape, np.float32), np.full((20, 6), -np.inf, np.float32)
-attend_blocks(*arrays, 0.25, out, lse)
-np.savez(sys.argv[2], HAS_PAIRS, out, lse)
+    *cache, table, rows, blocks, row_of, tokens, begin, end = given.values()
+found = [HAS_PAIRS]
+for dim in (80, 64):  # the second one is whole vectors
+    q, k, v = (np.ascontiguousarray(x[..., :dim]) for x in cache)
+    seen = tokens, begin, end, 0.25
+    for attend, at in ((attend_blocks, (rows, blocks)), (attend_decodes, (row_of,))):
+        out, lse = np.empty(q.shape, np.float32), np.full((20, 6), -np.inf, np.float32)
+        attend(q, k, v, table, *at, *seen, out, lse)
+        found += [out, lse]
+np.savez(sys.argv[2], *found)
 """
 
 
@@ -178,9 +185,9 @@ def test_bfloat16_with_and_without_pairs(tmp_path: Path) -> None:
     )
     table = random.integers(0, SLOTS, (3, WIDTH), np.int32)
     rows, blocks = np.array([2, 0]), np.array([0, 13, 20])
-    end = random.integers(300, WIDTH, 20)
+    row_of, end = random.integers(0, 3, 20), random.integers(300, WIDTH, 20)
     seen = random.permutation(20), random.integers(0, 290, 20), end
-    arrays = *(array(x) for x in (q, k, v)), table, rows, blocks, *seen
+    arrays = *(array(x) for x in (q, k, v)), table, rows, blocks, row_of, *seen
     np.savez(tmp_path / "given.npz", *arrays)
     found = []
     for name in ("", "x86-64-v3"):
@@ -191,7 +198,7 @@ def test_bfloat16_with_and_without_pairs(tmp_path: Path) -> None:
             check=True,
         )
         with np.load(path) as read:
-            found.append([read[f"arr_{i}"] for i in range(3)])
+            found.append(list(read.values()))
     (with_pairs, *ours), (without, *others) = found
     assert with_pairs
     assert not without

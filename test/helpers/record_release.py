@@ -14,7 +14,7 @@ from importlib.metadata import version
 from typing import Any
 
 from sglang_batch.srt.compat import private_api
-from sglang_batch.srt.compat.command_line import OPTIONS
+from sglang_batch.srt.compat.command_line import _TYPES, OPTIONS
 from sglang_batch.srt.compat.sglang_release import Release, installed_release
 
 
@@ -27,8 +27,9 @@ def _described(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
         option: dict[str, Any] = {"flags": flags, "dest": action.dest}
         if action.nargs is not None:
             option["nargs"] = action.nargs
-        if action.type in (int, float):
-            option["type"] = action.type.__name__  # type: ignore[union-attr]
+        kind = getattr(action.type, "__name__", "")
+        if kind in _TYPES:
+            option["type"] = kind
         if action.choices is not None and action.type in (None, str):
             option["choices"] = sorted(map(str, action.choices))
         found.append(option)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from builders import CHAT
 
+from sglang_batch.batch_api.lines import ModelLimits
 from sglang_batch.batch_api.protocol import ENDPOINTS
 from sglang_batch.srt.engine.checks.body_checks import (
     body_errors,
@@ -115,6 +116,37 @@ def test_values_that_cannot_be_sampled_with_are_found(field: str, value: str) ->
     body = f'{{"messages": [], "{field}": {value}}}'.encode()
     [(message, param)] = body_errors(CHAT, body)
     assert param in (f"body.{field}", "body"), message
+
+
+@pytest.mark.parametrize(
+    ("url", "fields", "param"),
+    [
+        (CHAT, {"max_tokens": 100}, "max_tokens"),
+        (CHAT, {"max_completion_tokens": 100}, "max_completion_tokens"),
+        (CHAT, {"min_tokens": 100}, "min_tokens"),
+        (CHAT, {"stop_token_ids": [5, 300]}, "stop_token_ids"),
+        (CHAT, {"logit_bias": {"300": 1}}, "logit_bias"),
+        (CHAT, {"logprobs": True, "top_logprobs": 301}, "top_logprobs"),
+        (CHAT, {"lora_path": "de"}, "lora_path"),
+        (CHAT, {"model": "m:de"}, "lora_path"),
+        ("/v1/completions", {"prompt": [1, 300]}, "prompt"),
+        ("/v1/completions", {"prompt": [[1], [300]]}, "prompt"),
+        ("/v1/completions", {"max_tokens": 100}, "max_tokens"),
+        ("/v1/embeddings", {"input": [300]}, "input"),
+        ("/v1/responses", {"max_output_tokens": 100}, "max_output_tokens"),
+        ("/v1/messages", {"max_tokens": 100}, "max_tokens"),
+    ],
+)
+def test_what_this_model_cannot_do_is_found(
+    url: str, fields: dict[str, Any], param: str
+) -> None:
+    body = json.dumps({**BODIES[url][0], **fields}).encode()
+    assert body_errors(url, body) == []
+    limits = ModelLimits("m", 100, 300, frozenset({"fr"}))
+    [(message, where)] = body_errors(url, body, limits=limits)
+    assert where == f"body.{param}", message
+    text = body.replace(b"100", b"99").replace(b"30", b"29").replace(b"de", b"fr")
+    assert body_errors(url, text, limits=limits) == []
 
 
 @pytest.mark.parametrize("url", BODIES)

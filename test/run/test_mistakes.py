@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from builders import make_file
@@ -64,9 +64,46 @@ MISTAKES = {
     "no overrides": Mistake(
         f"{RUN} --json-model-override-args {{{{", 2, "override-args is not JSON"
     ),
-    "no devices": Mistake(f"{RUN} --tp 0", 2, "--tp-size 0 must be 1 or more"),
+    "no devices": Mistake(f"{RUN} --tp 0", 2, "--tp-size 0 must be above 0"),
     "no tokens": Mistake(
-        f"{RUN} --max-total-tokens=-5", 2, "--max-total-tokens -5 must be 1 or more"
+        f"{RUN} --max-total-tokens=-5", 2, "--max-total-tokens -5 must be above 0"
+    ),
+    "no number of steps": Mistake(
+        f"{RUN} --decode-log-interval 0", 2, "--decode-log-interval 0 must be above 0"
+    ),
+    "no room": Mistake(
+        f"{RUN} --cpu-offload-gb=-1", 2, "--cpu-offload-gb -1 must be 0 or more"
+    ),
+    "more than all memory": Mistake(
+        f"{RUN} --mem-fraction-static 1.5", 2, "1.5 must be above 0 and at most 1"
+    ),
+    "no size": Mistake(f"{RUN} --context-length 8q", 2, "invalid size value: '8q'"),
+    "no JSON": Mistake(f"{RUN} --mm-process-config x", 2, "--mm-process-config: inv"),
+    "too long a context": Mistake(
+        f"{RUN} --context-length 64k", 2, "64000 is more than the model's, 8192"
+    ),
+    "overrides that are none": Mistake(
+        f"{RUN} --json-model-override-args 5", 2, "override-args must be a JSON object"
+    ),
+    "no log level": Mistake(f"{RUN} --log-level loud", 2, "invalid choice: 'loud'"),
+    "serve: no log level": Mistake(
+        "serve --model-path model --log-level loud", 2, "invalid choice: 'loud'"
+    ),
+    "not with a plan": Mistake(
+        f"{RUN} --schedule-policy lpm", 2, "--schedule-policy lpm does not work with"
+    ),
+    "too many tokens": Mistake(
+        "run -i long -o out --model-path model", 2, "max_tokens: 8192 and a prompt"
+    ),
+    "a shorter context": Mistake(
+        "run -i in.jsonl -o out --model-path model --context-length 9",
+        2,
+        "max_tokens: 9 and a prompt exceed the model's context length of 9 tokens",
+    ),
+    "no adapter of that name": Mistake(
+        "run -i adapted -o out --model-path model",
+        2,
+        "there is no LoRA adapter 'fr'; --lora-paths names none",
     ),
     "no such tokenizer": Mistake(
         f"{RUN} --tokenizer-path ./none", 2, "--tokenizer-path ./none: there is no"
@@ -147,11 +184,11 @@ MISTAKES = {
     ),
     "serve: no model": Mistake("serve --model-path ./none", 2, "no such directory"),
 }
-LINE = {
+LINE: dict[str, Any] = {
     "custom_id": "a",
     "method": "POST",
     "url": "/v1/chat/completions",
-    "body": {"messages": [{"role": "user", "content": "Hello"}]},
+    "body": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9},
 }
 
 
@@ -163,7 +200,12 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[ob
     make_file(home, [json.dumps(LINE), "nope"], "bad")
     for name in ("model", "empty", "busy.job", "torn.job", "done.job"):
         (home / name).mkdir()
-    make_file(home / "model", b"{}", "config.json")
+    lines = {"long": {"max_tokens": 8192}, "adapted": {"model": "model:fr"}}
+    for name, fields in lines.items():
+        body = {**LINE["body"], **fields}
+        make_file(home, [json.dumps({**LINE, "body": body})], name)
+    config = {"max_position_embeddings": 8192, "vocab_size": 300}
+    make_file(home / "model", json.dumps(config).encode(), "config.json")
     make_file(home / "torn.job", b"{", "job.json")
     record = {"input_sha256": _sha256(home / "in.jsonl"), "model": "model"}
     record |= {"num_requests": 1, "complete": True}
@@ -203,7 +245,7 @@ def test_a_mistake_ends_with_its_status_and_one_sentence(
     assert mistake.said in str(said)
     assert status == mistake.status
     assert str(said).startswith("error: ") and "Traceback" not in str(said)
-    listed = name == "bad line"  # each bad line has a line of its own
+    listed = "line 1: " in str(said) or "line 2: " in str(said)  # each has its own
     assert listed or len(str(said).splitlines()) == 1
 
 

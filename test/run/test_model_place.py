@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,15 +35,51 @@ def test_a_tokenizer_needs_no_configuration_of_a_model(
     tmp_path: Path, file: str
 ) -> None:
     (tmp_path / file).write_text("{}")
-    check_model(Namespace(tokenizer_path=str(tmp_path)))
+    check_model(Namespace(model_path="none", tokenizer_path=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"--model-path .* has no config\.json"):
         check_model(Namespace(model_path=str(tmp_path)))
 
 
 def test_a_cached_tokenizer_is_found_offline(offline: Path) -> None:
-    check_model(Namespace(tokenizer_path="owner/repo"))
+    check_model(Namespace(model_path="none", tokenizer_path="owner/repo"))
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
         check_model(Namespace(model_path="owner/repo"))
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        ({"max_position_embeddings": 64}, 64),
+        ({"text_config": {"max_position_embeddings": 64}}, 64),
+        ({"seq_length": 64, "rope_scaling": {"factor": 4.0}}, 256),
+        (
+            {"seq_length": 64, "rope_parameters": {"rope_type": "llama3", "factor": 4}},
+            64,
+        ),
+        (
+            {
+                "max_seq_len": 64,
+                "rope_scaling": {"factor": 4, "original_max_position_embeddings": 16},
+            },
+            64,
+        ),
+        ({}, None),
+    ],
+)
+def test_the_context_is_that_of_sglang(
+    tmp_path: Path, config: dict[str, Any], longest: int | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    known = Namespace(model_path=str(tmp_path))
+    check_model(known)
+    assert known.limits.context_len == longest
+    known.context_length = 65
+    if longest == 64:
+        with pytest.raises(ConfigError, match="65 is more than the model's, 64"):
+            check_model(known)
+    else:
+        check_model(known)
+        assert known.limits.context_len == 65
 
 
 def test_an_adapter_is_a_model(tmp_path: Path) -> None:

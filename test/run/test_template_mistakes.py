@@ -194,17 +194,19 @@ def test_a_mistake_is_found_on_the_first_rows(tmp_path: Path, name: str) -> None
     assert not (tmp_path / "input.jsonl").exists()
 
 
+@pytest.mark.parametrize("fields", [{"temperature": "hot"}, {"max_tokens": 2048}])
 @pytest.mark.parametrize("command", ["run -o out", "run -o out --dry-run", "plan"])
 def test_every_command_tells_it_once(
     tmp_path: Path,
     command: str,
+    fields: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     make_file(tmp_path, ["text", "good", "bad"], "in.csv")
-    make_file(tmp_path, b"{}", "config.json")
-    body = json.dumps({"messages": [USER], "temperature": "hot"})
+    make_file(tmp_path, b'{"max_position_embeddings": 2048}', "config.json")
+    body = json.dumps({"messages": [USER], **fields})
     options = ["-i", "in.csv", "--model-path", ".", "--template", body]
     assert main([*command.split(), *options]) == 2
     (said,) = capsys.readouterr().err.splitlines()

@@ -131,7 +131,7 @@ def test_all_that_a_run_batch_script_has_is_known_to_sglang() -> None:
     )
     known = check_arguments(argv)
     assert (known.model_path, known.tp_size, known.random_seed) == ("m", 2, 7)
-    assert (known.context_length, known.max_running_requests) == ("8192", 256)
+    assert (known.context_length, known.max_running_requests) == (8192, 256)
     assert (known.kv_cache_dtype, known.page_size) == ("fp8_e4m3", 16)
     assert known.disable_cuda_graph and not hasattr(known, "port")
 

@@ -192,6 +192,24 @@ class LineError:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a model allows in a request. None: it is not known.
+
+    model: its name, which the name of an adapter may follow, after a colon.
+    context_len: most tokens of a prompt and its answer.
+    adapters: the names of all LoRA adapters.
+    """
+
+    model: str = ""
+    context_len: int | None = None
+    vocab_size: int | None = None
+    adapters: frozenset[str] | None = None
+
+
+UNKNOWN_MODEL = ModelLimits()
+
+
+@dataclass(frozen=True, slots=True)
 class LineRules:
     """The rules that each line is checked against.
 

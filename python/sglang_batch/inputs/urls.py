@@ -30,6 +30,7 @@ MAX_ATTEMPTS = 5
 FIRST_PAUSE_S = 1.0
 # Of each network operation, in seconds.
 _TIMEOUT_S = 60.0
+_CONNECT_S = 5.0
 _PACKAGES = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs",
     "hf": "huggingface_hub", "abfs": "adlfs", "az": "adlfs",
@@ -121,13 +122,13 @@ def file_suffix(url: str) -> str:
 def fetch(url: str, path: Path) -> None:
     """Download a file, with a progress bar.
 
-    Raises InputError if that fails, over HTTP after up to ``MAX_ATTEMPTS``,
-    ConfigError if the package for the scheme is missing.
+    Raises InputError if that fails, over HTTP after up to ``MAX_ATTEMPTS``, of which two
+    may be to connect, ConfigError if the package for the scheme is missing.
     """
     with _bar("Fetching", url) as bar:
         try:
             if _is_http(url):
-                _with_attempts(lambda: _get(url, path, bar))
+                _with_attempts(lambda: _get(url, path, bar), connecting=2)
             else:
                 files, remote_path = filesystem(url)
                 files.get_file(remote_path, str(path), callback=_callback(bar))
@@ -243,7 +244,7 @@ def _is_http(url: str) -> bool:
     return scheme_of(url) in ("http", "https")
 
 
-def _with_attempts(attempt: Callable[[], None]) -> None:
+def _with_attempts(attempt: Callable[[], None], connecting: int = MAX_ATTEMPTS) -> None:
     import httpx  # takes a tenth of a second, and most inputs are files here
 
     pause_s = FIRST_PAUSE_S
@@ -253,9 +254,10 @@ def _with_attempts(attempt: Callable[[], None]) -> None:
             return
         except (httpx.TransportError, OSError) as error:
             # A missing file or permission will not appear by waiting.
-            if number == MAX_ATTEMPTS or isinstance(
-                error, FileNotFoundError | PermissionError
-            ):
+            most = MAX_ATTEMPTS
+            if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                most = connecting
+            if number == most or isinstance(error, FileNotFoundError | PermissionError):
                 raise
         time.sleep(pause_s)
         pause_s *= 2
@@ -266,9 +268,10 @@ def _get(url: str, path: Path, bar: tqdm[Any]) -> None:
 
     # Not decompressed here: compression is detected in the file's first bytes.
     headers = {"Accept-Encoding": "gzip, identity"}
+    timeout = httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_S)
     with (
         httpx.stream(
-            "GET", url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=True
+            "GET", url, headers=headers, timeout=timeout, follow_redirects=True
         ) as answer,
         open(path, "wb") as file,
     ):

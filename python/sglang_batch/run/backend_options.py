@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import ConfigError, UnknownOption
+from .model_place import model_config
 from .option_types import count
 
 BACKENDS = ("sglang", "transformers", "auto")
@@ -24,7 +23,8 @@ _SHARED = (
 # Options that are looked at before the engine starts.
 _KNOWN = (
     *("model_path", "tokenizer_path", "served_model_name", "revision", "nnodes"),
-    *("offline_batch_config", "grammar_backend"),
+    *("offline_batch_config", "grammar_backend", "json_model_override_args"),
+    *("context_length", "allow_auto_truncate", "lora_paths", "enable_lora"),
 )
 # Why a fleet of servers takes no other options.
 OPTIONS_OF_WORKERS = (
@@ -87,11 +87,6 @@ def known_arguments(backend: str, argv: list[str]) -> argparse.Namespace:
     return argparse.Namespace(**{k: v for k, v in values.items() if v is not None})
 
 
-def served_name(known: argparse.Namespace) -> str:
-    """The model's name in requests, with these options of an engine."""
-    return str(getattr(known, "served_model_name", None) or known.model_path)
-
-
 def transformers_options(
     argv: list[str], *, server: bool = False
 ) -> argparse.Namespace:
@@ -124,20 +119,12 @@ def transformers_options(
 
 
 def check_remote_code(known: argparse.Namespace) -> None:
-    """Check that a model which brings its own code is allowed to run it.
-
-    Models on the hub are checked when they are loaded.
+    """Check that a model which brings its own code is allowed to run it, if it is here.
 
     Raises ConfigError if it is not allowed.
     """
-    file = Path(known.model_path).expanduser() / "config.json"
-    if getattr(known, "trust_remote_code", False) or not file.is_file():
-        return
-    try:
-        config = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"{file} is no JSON: {error}") from None
-    if not config.get("auto_map"):
+    config = model_config(known)
+    if getattr(known, "trust_remote_code", False) or not config.get("auto_map"):
         return
     from transformers import CONFIG_MAPPING
 

@@ -58,6 +58,9 @@ class EngineOptions:
 
     def find_model(self, known: argparse.Namespace) -> None:
         """Raises ConfigError if the model cannot be where :meth:`arguments` say it is."""
+        from ..srt.compat.command_line import check_device
+
+        check_device(known)
         check_model(known)
 
     def settings(self) -> EngineSettings:
@@ -96,6 +99,9 @@ class RayOptions(EngineOptions):
             )
         check_ray(self.fleet.address)
         return known
+
+    def find_model(self, known: argparse.Namespace) -> None:
+        check_model(known)
 
     def settings(self) -> EngineSettings:
         # Engines read the model's configuration, not this process.

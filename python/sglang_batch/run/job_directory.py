@@ -26,7 +26,7 @@ from ..store.files import NAME as EPOCH
 from ..store.files import FileLock, atomic_write, next_epoch
 from ..store.result_log import ResultLog, finished_lines
 from .answer_table import NO_OBJECT
-from .backend_options import served_name
+from .model_place import served_name
 from .outputs import OutputFile, Outputs
 from .shared_state import PLACE, RECORD, RESULTS, SharedState, StateUrl
 from .summary import Summary

@@ -8,9 +8,12 @@ import os
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from ..batch_api.lines import ModelLimits
 from ..errors import ConfigError
 from ..inputs import urls
+from ..planner.costs.model_spec import text_config
 
 # Files of which a directory with a model has one, also if it is a LoRA adapter.
 _MODEL_FILES = (
@@ -23,15 +26,22 @@ _TOKENIZER_FILES = (
     "vocab.json", "vocab.txt", "*.model", "*.tiktoken",
 )  # fmt: skip
 HUB_TIMEOUT_S = 5.0
+# Keys of a model's configuration that SGLang reads for the length of its context.
+_CONTEXT_KEYS = (
+    "max_sequence_length", "seq_length", "max_seq_len", "model_max_length",
+    "max_position_embeddings",
+)  # fmt: skip
+_LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 
 
 def check_model(known: argparse.Namespace) -> None:
     """Look for the model, and all files of one, that options name.
 
     Args:
-        known: SGLang's arguments, as far as they are known without SGLang.
+        known: SGLang's arguments, as far as they are known without SGLang. It gets
+            ``limits``, what the model allows in a request.
 
-    Raises ConfigError if one of them cannot be there.
+    Raises ConfigError if one of them cannot be there, or its configuration be read.
     """
     places = {
         "model_path": _MODEL_FILES,
@@ -43,17 +53,69 @@ def check_model(known: argparse.Namespace) -> None:
             flag = "--" + name.replace("_", "-")
             revision = getattr(known, "revision", None)
             check_model_path(getattr(known, name), flag, revision=revision, files=files)
-    for adapter in getattr(known, "lora_paths", None) or ():
-        if not adapter.startswith("{"):  # JSON
-            path = adapter.partition("=")[2] or adapter
-            check_model_path(path, "--lora-paths", files=_ADAPTER_FILES)
+    adapters = dict(map(_adapter, getattr(known, "lora_paths", None) or ()))
+    for path in adapters.values():
+        check_model_path(path, "--lora-paths", files=_ADAPTER_FILES)
     template = getattr(known, "chat_template", "")
     if template.endswith((".jinja", ".json")) and not os.path.isfile(template):
         raise ConfigError(f"--chat-template {template}: there is no such file.")
+    config = text_config(model_config(known))
+    longest = max(config.get(key) or 0 for key in _CONTEXT_KEYS)
+    for rope in filter(None, map(config.get, ("rope_parameters", "rope_scaling"))):
+        whole = "original_max_position_embeddings" in rope or "llama3" in rope.values()
+        longest = int(longest * (1 if whole else rope.get("factor") or 1))
+    given = getattr(known, "context_length", None) or longest
+    if 0 < longest < given and os.environ.get(_LONGER_CONTEXT, "0") == "0":
+        raise ConfigError(
+            f"--context-length {given} is more than the model's, {longest}; lower it, or "
+            f"set {_LONGER_CONTEXT}=1."
+        )
+    cuts = getattr(known, "allow_auto_truncate", False)
+    known.limits = ModelLimits(
+        model=served_name(known),
+        context_len=None if cuts or not given else given,
+        vocab_size=config.get("vision_vocab_size") or config.get("vocab_size"),
+        adapters=frozenset(adapters),
+    )
+
+
+def served_name(known: argparse.Namespace) -> str:
+    """The model's name in requests, with these options of an engine."""
+    return str(getattr(known, "served_model_name", None) or known.model_path)
+
+
+def model_config(known: argparse.Namespace) -> dict[str, Any]:
+    """The model's ``config.json`` with the overrides of the options, as far as it is here.
+
+    Raises ConfigError if one of them is not an object.
+    """
+    file = Path(known.model_path).expanduser() / "config.json"
+    if not file.is_file():
+        revision = getattr(known, "revision", None)
+        file = Path(cached_snapshot(known.model_path, revision) or os.devnull)
+    override = getattr(known, "json_model_override_args", None)
+    flag = "--json-model-override-args"
+    return _object(file, file.read_bytes()) | _object(flag, override)
+
+
+def _object(name: object, text: str | bytes | None) -> dict[str, Any]:
     try:
-        json.loads(getattr(known, "json_model_override_args", "{}"))
+        found = json.loads(text or "{}")
     except ValueError as error:
-        raise ConfigError(f"--json-model-override-args is not JSON: {error}.") from None
+        raise ConfigError(f"{name} is not JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name} must be a JSON object.")
+    return found
+
+
+def _adapter(given: str | dict[str, str]) -> tuple[str, str]:
+    """The name and the place of an adapter of ``--lora-paths``."""
+    if isinstance(given, str) and given.startswith("{"):
+        given = _object("--lora-paths", given)
+    if isinstance(given, dict):
+        return given.get("lora_name", ""), given.get("lora_path", "")
+    name, _, path = given.partition("=")
+    return name, path or name
 
 
 def check_model_path(

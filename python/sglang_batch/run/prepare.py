@@ -16,15 +16,15 @@ from functools import partial
 from typing import Any
 
 from ..batch_api.jsonl import BatchFile
-from ..batch_api.lines import LineRules
+from ..batch_api.lines import UNKNOWN_MODEL, LineRules
 from ..config import OfflineBatchConfig
 from ..inputs.job_input import JobInput
 from ..inputs.local_input import LocalInput
 from ..inputs.staging import Staging, check_template
 from . import run_options
-from .backend_options import served_name
 from .fleet_options import EngineOptions, engine_options
 from .job_directory import JobDirectory, JobRecord
+from .model_place import served_name
 from .outputs import Outputs
 from .shared_state import StateUrl
 from .vllm_flags import sglang_argv
@@ -181,7 +181,8 @@ def line_rules(known: argparse.Namespace) -> LineRules:
     from ..srt.engine.checks.body_checks import body_errors
 
     compiles = getattr(known, "grammar_backend", "xgrammar") == "xgrammar"
-    check = partial(body_errors, compiles=compiles)
+    limits = getattr(known, "limits", UNKNOWN_MODEL)
+    check = partial(body_errors, compiles=compiles, limits=limits)
     models = (served_name(known),)
     return LineRules(models=models, require_model=False, check_body=check)
 

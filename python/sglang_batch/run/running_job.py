@@ -31,9 +31,10 @@ from ..job.job_planner import compile_planner
 from ..job.occupancy import Tail
 from ..request import BatchRequestInput, RequestOutput, Usage
 from ..store.result_log import ResultLog
-from .backend_options import EngineSettings, served_name
+from .backend_options import EngineSettings
 from .engine_log import EngineLog, end_process
 from .job_directory import JobRecord
+from .model_place import served_name
 from .prepare import PreparedRun
 from .progress import Display, Progress
 from .shared_state import TakenOver

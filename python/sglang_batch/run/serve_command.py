@@ -31,7 +31,6 @@ from .fleet_options import EngineOptions, WorkerOptions
 from .model_place import check_model
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 30000
-LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def serve(engine: EngineOptions) -> int:
@@ -95,12 +94,7 @@ def _front_options(argv: list[str]) -> argparse.Namespace:
     parser = BackendParser()
     add_options(parser, *SERVER_OPTIONS, "offline_batch_config")
     parser.set_defaults(host=DEFAULT_HOST, port=DEFAULT_PORT, log_level="info")
-    known = parser.known(argv, OPTIONS_OF_WORKERS)
-    if known.log_level not in LOG_LEVELS:
-        raise ConfigError(
-            f"--log-level {known.log_level} must be one of {', '.join(LOG_LEVELS)}."
-        )
-    return known
+    return parser.known(argv, OPTIONS_OF_WORKERS)
 
 
 def check_server(known: argparse.Namespace) -> None:
@@ -113,6 +107,9 @@ def check_server(known: argparse.Namespace) -> None:
     OfflineBatchConfig.from_json(getattr(known, "offline_batch_config", None))
     if not vars(known):  # the port and the directory may be in a file (--config)
         return
+    from ..srt.compat.command_line import check_device
+
+    check_device(known)
     check_model(known)
     for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
         if (file := getattr(known, name, None)) and not Path(file).is_file():

@@ -60,6 +60,7 @@ def restore_backup(directory: Path, source: BinaryIO, title: str = "this") -> in
     directory cannot be written.
     """
     number, name = 0, ""
+    is_new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if found := {path.name for path in directory.iterdir()} - {"lost+found"}:
@@ -90,6 +91,10 @@ def restore_backup(directory: Path, source: BinaryIO, title: str = "this") -> in
         ) from None
     except OSError as error:
         raise StoreError(f"cannot restore to {directory}: {error}.") from error
+    finally:
+        if is_new:
+            with suppress(OSError):  # it has files, unless this has failed
+                directory.rmdir()
     return number
 
 

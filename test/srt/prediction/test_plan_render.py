@@ -103,7 +103,7 @@ def test_what_the_engine_would_refuse_has_its_reason(demo_model: Path) -> None:
         line("e", {"model": "demo", "input": "text"}, "/v1/embeddings"),
         with_image,
     )
-    assert "maximum context length of 2048 tokens" in too_many
+    assert "max_tokens: 5000 and a prompt exceed the model's context length" in too_many
     assert "--is-embedding" in embedding
     assert isinstance(picture, str)
 

@@ -96,6 +96,8 @@ def calibrate(
         EngineError: the engine failed.
         StoreWriteError: the result cannot be written.
     """
+    from ...srt.compat.command_line import check_device
+
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     known = known_arguments("sglang", server_argv)
     if getattr(known, "dp_size", 1) > 1:
@@ -111,6 +113,7 @@ def calibrate(
         )
     if getattr(known, "is_embedding", False):
         raise ConfigError("--is-embedding: an embedding model does not decode.")
+    check_device(known)
     check_model(known)
     handle, name = tempfile.mkstemp(prefix="sglang-batch-calibrate-", suffix=".log")
     os.close(handle)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from functools import cache
@@ -14,17 +15,22 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ...config import OfflineBatchConfig
 from ...errors import ConfigError, UnknownOption
+from . import support
 
 OPTIONS = Path(__file__).with_name("sglang_options.json")
+DEVICES = Path("/dev")
 HELP = "`sglang serve --help` lists SGLang's options"
 # Entry points with which other packages add choices to SGLang's options.
 _PLUGINS = ("sglang.srt.plugins", "sglang.srt.platforms")
 # Packages with such entry points that come with SGLang or are recorded.
 _NO_CHOICES = {"sglang-batch", "smg-grpc-servicer"}
-_TYPES = {"int": int, "float": float}
-# Options of which SGLang takes 0 and less, and then fails in the engine.
-_ABOVE_0 = ("tp_size", "pp_size", "dp_size", "page_size", "max_total_tokens")
+# What SGLang does not check before the engine fails: numbers, the values that it can use,
+# files in /dev of which a machine with an accelerator has one, and values without one.
+_RULES: dict[str, Any] = json.loads(
+    Path(__file__).with_name("option_rules.json").read_bytes()
+)
 
 
 def import_no_kernels() -> None:
@@ -37,6 +43,19 @@ def import_no_kernels() -> None:
 
     if not torch.cuda.is_available():
         sys.modules.setdefault("flashinfer", None)  # type: ignore[arg-type]
+
+
+def size(text: str) -> int:
+    """A whole number as SGLang reads it: 1.5k is 1,500 and 1Ki is 1,024."""
+    number = text.strip().rstrip("kKMGTi")
+    unit = text.strip()[len(number) :]
+    if not re.fullmatch(r"-?\d+(\.\d+)?", number):
+        raise ValueError(text)
+    power = ("", "k", "m", "g", "t").index(unit.rstrip("i").lower())
+    return round(float(number) * (1024.0 if "i" in unit else 1000.0) ** power)
+
+
+_TYPES = {"int": int, "float": float, "human_readable_int": size, "loads": json.loads}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -69,18 +88,68 @@ def check_arguments(argv: list[str]) -> argparse.Namespace:
             unknown,
             sglang_flags(),
         )
-    for name in _ABOVE_0:
-        value = str(getattr(known, name, 1))
-        if re.fullmatch(r"-\d+|0+", value):
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} {value} must be 1 or more.")
+    for name, value in vars(known).items():
+        for each in value if isinstance(value, list) else [value]:
+            _check_number(support.as_flag(name), name, each)
     if "config" in known:
         if not Path(known.config).is_file():
             raise ConfigError(f"--config {known.config}: there is no such file.")
         return argparse.Namespace()
     if "model_path" not in known:
         raise ConfigError("--model-path MODEL is required.")
+    values = vars(known)
+    mode = values.get("disaggregation_mode")
+    backend = values.get("disaggregation_transfer_backend")
+    config = OfflineBatchConfig.from_json(values.get("offline_batch_config"))
+    support.check_flags(values, support.config_in_mode(config, mode, backend))
     return known
+
+
+def check_device(known: argparse.Namespace) -> None:
+    """Refuse options of an engine in this machine that its devices do not take.
+
+    Args:
+        known: its options, as far as they are given.
+
+    Raises ConfigError for the first of them.
+    """
+    there, kind = len([*DEVICES.glob("nvidia[0-9]*")]), "GPUs"
+    device = getattr(known, "device", "")
+    if not there or device == "cpu":
+        there, kind = max(8, os.cpu_count() or 0), "cores"
+    ranks = getattr(known, "tp_size", 1) * getattr(known, "pp_size", 1)
+    if ranks > there * getattr(known, "nnodes", 1):
+        raise ConfigError(
+            f"--tp-size and --pp-size are {ranks} processes, too many for {there} {kind}; "
+            "lower them."
+        )
+    with_kernels = os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1" or _extended()
+    unknown = with_kernels or sys.platform != "linux"
+    if unknown or any(any(DEVICES.glob(each)) for each in _RULES["accelerators"]):
+        return
+    if device not in ("", "cpu"):
+        raise ConfigError(
+            f"--device {device}: this machine has no accelerator; leave it out to run "
+            "on the CPU."
+        )
+    for name, possible in _RULES["on a CPU"].items():
+        value = getattr(known, name, None) or possible[0]
+        if value not in possible:
+            raise ConfigError(
+                f"{support.as_flag(name)} {value} needs an accelerator, which this machine does not have; "
+                f"choose one of {', '.join(possible)}."
+            )
+
+
+def _check_number(flag: str, name: str, number: object) -> None:
+    if type(number) is not int and type(number) is not float:
+        return
+    if name in _RULES["shares"] and not 0 < number <= 1:
+        raise ConfigError(f"{flag} {number} must be above 0 and at most 1.")
+    if name in _RULES["above 0"] and number <= 0:
+        raise ConfigError(f"{flag} {number} must be above 0.")
+    if name not in _RULES["below 0"] and number < 0:
+        raise ConfigError(f"{flag} {number} must be 0 or more.")
 
 
 def add_options(
@@ -106,7 +175,8 @@ def add_options(
         else:
             values["nargs"] = option.get("nargs")
             values["type"] = _TYPES.get(option.get("type", ""), str)
-            values["choices"] = None if _extended() else option.get("choices")
+            choices = _RULES["choices"].get(option["dest"], option.get("choices"))
+            values["choices"] = None if _extended() else choices
         parser.add_argument(*also, *option["flags"], **values | changed)
 
 

@@ -116,6 +116,7 @@ class TokenizerManager(Protocol):
     elastic_worker_count: int  # DP ranks
     rid_to_state: Mapping[str, Any]
     context_len: int
+    allow_auto_truncate: bool
     mm_processor: Any
     max_req_input_len: int | None
     serving_chat_class: Callable[..., OpenAIServingBase]

@@ -16,8 +16,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from sglang.srt.environ import envs
-
 from ...config import OfflineBatchConfig
 from ...errors import ConfigError
 
@@ -35,6 +33,8 @@ ATTENTION_ARGUMENTS = (
     "prefill_attention_backend",
     "decode_attention_backend",
 )
+# Modes in which SGLang runs another HTTP server or other processes.
+UNSUPPORTED = ("grpc_mode", "smg_grpc_mode", "encoder_only", "use_ray")
 DROP_FLAG = "drop the flag"
 STOCK_SCHEDULER = """--offline-batch-config '{"scheduler": "stock"}'"""
 
@@ -172,6 +172,29 @@ def config_in_mode(
     return config
 
 
+def check_flags(values: Mapping[str, object], config: OfflineBatchConfig) -> None:
+    """Refuse flags that do not go together, or not with our settings.
+
+    values: SGLang's arguments by field of ``ServerArgs``. A missing one has its default.
+
+    Raises:
+        ConfigError: names the flag or setting and the alternative.
+    """
+    for name in UNSUPPORTED:
+        if values.get(name):
+            flag = as_flag(name)
+            raise ConfigError(f"--offline-batch does not work with {flag}; drop one.")
+    named = [values.get(name) for name in ATTENTION_ARGUMENTS]
+    if config.attention == "stock" and ATTENTION_BACKEND in named:
+        raise ConfigError(
+            f'attention="stock" contradicts --attention-backend {ATTENTION_BACKEND}; '
+            "drop one."
+        )
+    check_disaggregation(values, config)
+    if config.scheduler == "offline":
+        check_supported(values)
+
+
 def check_disaggregation(
     values: Mapping[str, object], config: OfflineBatchConfig
 ) -> None:
@@ -304,6 +327,8 @@ def found_limits(arguments: object) -> tuple[str, ...]:
             value = getattr(arguments, name)
             if limit.applies(value):
                 found.append(f"{_as_given(name, value)} {limit.reason}")
+    from sglang.srt.environ import envs
+
     if envs.SGLANG_USE_HND_KVCACHE.get():
         found.append("SGLANG_USE_HND_KVCACHE=1 lays KV out per head")
     return tuple(found)

@@ -19,6 +19,7 @@ from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from ...batch_api import protocol as api
+from ...batch_api.lines import ModelLimits
 from ...job.engine import GENERATE_URL, SAMPLE_URL
 from ..compat.server_types import (
     EngineAnswer,
@@ -104,7 +105,12 @@ class ServingEndpoints:
         if body.get("model") is None:
             body = {**body, "model": manager.served_model_name}
         parsed = bodies.validated(REQUEST_CLASSES[url], body)
-        bodies.check_parsed(url, parsed, manager.server_args.tool_call_parser)
+        limits = ModelLimits(
+            context_len=None if manager.allow_auto_truncate else manager.context_len,
+            vocab_size=manager.model_config.vocab_size,
+        )
+        parser = manager.server_args.tool_call_parser
+        bodies.check_parsed(url, parsed, parser, limits)
         serve = self._serve[url]
         if isinstance(serve, Exception):
             raise serve

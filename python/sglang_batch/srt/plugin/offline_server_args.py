@@ -33,8 +33,6 @@ COMPANIONS = ("offline_batch_config", "offline_batch_dir")
 # Arguments whose values are keys, and the text that is shown instead.
 SECRETS = ("api_key", "admin_api_key")
 REDACTED = "<redacted>"
-# Modes in which SGLang runs another HTTP server or other processes.
-UNSUPPORTED = ("grpc_mode", "smg_grpc_mode", "encoder_only", "use_ray")
 
 
 class OfflineServerArgs(stock.ServerArgs):  # type: ignore[misc]
@@ -208,20 +206,11 @@ def _activate(values: dict[str, Any]) -> None:
     mode = values.get("disaggregation_mode")
     backend = values.get("disaggregation_transfer_backend")
     config = _parsed(values.get("offline_batch_config"), mode, backend)
-    for name in UNSUPPORTED:
-        if values.get(name):
-            flag = as_flag(name)
-            raise ConfigError(f"--offline-batch does not work with {flag}; drop one.")
     if envs.SGLANG_RUST_SERVER.get():
         raise ConfigError(
             "--offline-batch needs SGLang's Python server; unset SGLANG_RUST_SERVER."
         )
-    named = [values.get(name) for name in support.ATTENTION_ARGUMENTS]
-    if config.attention == "stock" and ATTENTION_BACKEND in named:
-        raise ConfigError(
-            f'attention="stock" contradicts --attention-backend {ATTENTION_BACKEND}; '
-            "drop one."
-        )
+    support.check_flags(values, config)
     if not values.get("enable_trace") and (trial := traces.provider(logger.warning)):
         trial.shutdown()
         # The exporter reads the environment. SGLang's level 3 has a span for each token.
@@ -230,9 +219,7 @@ def _activate(values: dict[str, Any]) -> None:
         set_default(traces.PROTOCOL, traces.protocol())  # SGLang reads no other name
     check_client_keys(values, config)
     read_endpoints(config)
-    support.check_disaggregation(values, config)
     if config.scheduler == "offline":
-        support.check_supported(values)
         # Evaluation harnesses ask for whole prompts. A plan fills every step, and answers do
         # not depend on the size.
         size = values.get("chunked_prefill_size")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,14 +25,14 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from ....batch_api import protocol as api
-from ....batch_api.lines import loads_lenient
+from ....batch_api.lines import UNKNOWN_MODEL, ModelLimits, loads_lenient
 from ...compat.server_types import JsonObject
 from ..transcriptions import TranscriptionBody
 from . import value_checks as checks
 from .grammar_checks import check_grammars, empty_package
 from .pattern_checks import TOKEN_LIMITS, check_literal
 from .stop_rule_checks import take_rules
-from .value_checks import FieldError, Rule
+from .value_checks import FieldError, OfTokens, Rule
 
 MESSAGES_URL = "/v1/messages"
 _OTHER_MAX_TOKENS = ("max_completion_tokens", "max_output_tokens")
@@ -39,7 +40,7 @@ _OTHER_MAX_TOKENS = ("max_completion_tokens", "max_output_tokens")
 _SLOW_PACKAGES = ("sglang", "xgrammar")
 _PROMPTS = frozenset({"messages", "prompt", "input"})
 # The other fields of the last body without errors: those of the next are mostly the same.
-_last_sound: list[tuple[str, bool, str]] = []
+_last_sound: list[tuple[str, bool, ModelLimits, str]] = []
 _Parsed = TypeVar("_Parsed", bound=BaseModel)
 # Fields that tell which member of a union a value is.
 _TAGS = ("role", "type")
@@ -99,6 +100,9 @@ def validated(kind: type[_Parsed], body: JsonObject) -> _Parsed:
     fields = kind.model_fields
     required = {name for name, field in fields.items() if field.is_required()}
     body = {k: v for k, v in body.items() if v is not None or k in required}
+    form = body.get("response_format")
+    if isinstance(form, dict) and not form.keys() & {"type", "format"}:
+        raise FieldError("response_format", "it has no type, such as json_schema")
     limit = body.get("max_tokens")
     scores = "prompt" in kind.model_fields and type(limit) is int and limit == 0
     if scores:
@@ -160,7 +164,11 @@ def _places(value: Any, loc: tuple[int | str, ...]) -> list[int | str]:
 
 
 def body_errors(
-    url: str, body: bytes, *, compiles: bool = False
+    url: str,
+    body: bytes,
+    *,
+    compiles: bool = False,
+    limits: ModelLimits = UNKNOWN_MODEL,
 ) -> list[tuple[str, str | None]]:
     """The errors of a body, each as (message, param): the first of each field.
 
@@ -187,14 +195,14 @@ def body_errors(
     for name, rule in _numbers().items():
         if (number := vars(parsed).get(name)) is not None:
             try:
-                checks.check_value(name, number, rule)
+                checks.check_value(name, number, rule, limits.vocab_size)
             except FieldError as error:
                 found[error.param] = str(error)
     try:
         # SGLang chooses a parser of tool calls for some models, once it is imported.
-        check_parsed(url, parsed, tool_call_parser="unknown")
+        check_parsed(url, parsed, "unknown", limits)
         others = {name: each for name, each in value.items() if name not in _PROMPTS}
-        key = (url, compiles, json.dumps(others))
+        key = (url, compiles, limits, json.dumps(others))
         if not found and _last_sound != [key]:
             if wrong := api.wrong_budget(url, value):
                 raise FieldError(*wrong)
@@ -218,7 +226,7 @@ def _numbers() -> dict[str, Rule]:
         for name, rule in checks.SAMPLING_FIELDS.items()
         if isinstance(rule, kinds)
     }
-    numbers["top_logprobs"] = checks.Whole()  # the vocabulary is not known here
+    numbers["top_logprobs"] = OfTokens.COUNT
     return numbers | dict.fromkeys(_OTHER_MAX_TOKENS, numbers["max_tokens"])
 
 
@@ -235,6 +243,12 @@ def _check_names(parsed: BaseModel, body: JsonObject) -> None:
         if meant := checks.OPENAI_NAMES.get(name) or "".join(close):
             problem = f"there is no such field. Did you mean {meant!r}?"
             raise FieldError(name, problem)
+    choice = getattr(getattr(parsed, "tool_choice", None), "function", None)
+    if choice is not None and "tools" not in str(body["messages"]):
+        there = [tool.function.name for tool in getattr(parsed, "tools", None) or ()]
+        if choice.name not in there:
+            problem = f"{choice.name!r} is none of the tools {there}"
+            raise FieldError("tool_choice", problem)
     if getattr(parsed, "top_logprobs", None) and not getattr(parsed, "logprobs", True):
         raise FieldError("top_logprobs", "it has no effect without logprobs: true")
 
@@ -368,8 +382,10 @@ _RESERVED = frozenset(
 )
 
 
-def check_parsed(url: str, parsed: BaseModel, tool_call_parser: str | None) -> None:
-    """Refuse values that the endpoint's request class lets through.
+def check_parsed(
+    url: str, parsed: BaseModel, tool_call_parser: str | None, limits: ModelLimits
+) -> None:
+    """Refuse values that the endpoint's request class lets through, but not the model.
 
     Raises:
         FieldError: names the first one.
@@ -388,10 +404,11 @@ def check_parsed(url: str, parsed: BaseModel, tool_call_parser: str | None) -> N
             "decimal_above_max_value",
         )
     names = ("max_tokens", *_OTHER_MAX_TOKENS)
-    limits = [limit for name in names if (limit := vars(parsed).get(name))]
+    given = [limit for name in names if (limit := vars(parsed).get(name))]
     least = vars(parsed).get("min_tokens")
-    if least and limits and least > max(limits):
-        raise FieldError("min_tokens", f"{least} is more than the limit, {max(limits)}")
+    if least and given and least > max(given):
+        raise FieldError("min_tokens", f"{least} is more than the limit, {max(given)}")
+    _check_by_model(parsed, limits)
     if url == RESPONSES_URL:  # whose answers repeat it
         for name, value in (getattr(parsed, "metadata", None) or {}).items():
             if not isinstance(value, str):
@@ -410,6 +427,29 @@ def check_parsed(url: str, parsed: BaseModel, tool_call_parser: str | None) -> N
             "a call of a tool can be required only of a server with "
             "--tool-call-parser, which this one was launched without",
         )
+
+
+def _check_by_model(parsed: BaseModel, limits: ModelLimits) -> None:
+    fields = vars(parsed)
+    for name in (*TOKEN_LIMITS, "min_tokens"):
+        if (fields.get(name) or 0) >= (limits.context_len or math.inf):
+            most = f"the model's context length of {limits.context_len} tokens"
+            problem = f"{fields[name]} and a prompt exceed {most}"
+            raise FieldError(name, problem, "context_length_exceeded")
+    for name in ("prompt", "input"):
+        first = value = fields.get(name)
+        while isinstance(first, list) and first:
+            first = first[0]
+        if type(first) is int:
+            checks.check_value(name, value, OfTokens.IDS, limits.vocab_size)
+    named = fields.get("lora_path") or []
+    if limits.model and fields["model"].startswith(f"{limits.model}:"):
+        named = fields["model"].removeprefix(f"{limits.model}:")
+    for name in [named] if isinstance(named, str) else filter(None, named):
+        if limits.adapters is not None and name not in limits.adapters:
+            there = ", ".join(sorted(limits.adapters)) or "none"
+            problem = f"there is no LoRA adapter {name!r}; --lora-paths names {there}"
+            raise FieldError("lora_path", problem)
 
 
 def check_native(body: Mapping[str, Any]) -> None:

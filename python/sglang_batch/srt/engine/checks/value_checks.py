@@ -296,7 +296,7 @@ def check_value(
             for each in _each(value):
                 _check_whole(name, each, low, high)
         case OfTokens.COUNT:
-            _check_whole(name, value, 0, vocab_size or 0)
+            _check_whole(name, value, 0, vocab_size or _INT32)
         case Real(low, high, above):
             for each in _each(value):
                 _check_real(name, each, low, high, above)
@@ -316,6 +316,7 @@ def check_value(
             for key, bias in value.items():
                 if not isinstance(key, str) or not (key.isascii() and key.isdecimal()):
                     raise FieldError(name, f"{short(key)} is not a token id")
+                _check_ids(name, int(key), vocab_size)
                 _check_real(name, bias, -_MAX_BIAS, _MAX_BIAS, False)
         case Text(check):
             for each in _each(value):

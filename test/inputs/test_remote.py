@@ -66,6 +66,17 @@ def test_downloads_are_retried_after_temporary_errors(
         staged(tmp_path, "memory://none/x")
 
 
+@pytest.mark.parametrize("place", ["127.0.0.1:1", "none.invalid"])
+def test_a_server_that_is_not_there_is_tried_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(urls.time, "sleep", pauses.append)
+    with pytest.raises(InputError, match=f"cannot fetch http://{place}/a: ConnectErr"):
+        staged(tmp_path, f"http://{place}/a")
+    assert pauses == [urls.FIRST_PAUSE_S]
+
+
 def test_uploads_are_retried_after_temporary_errors(
     tmp_path: Path, web: WebFiles, memory: Any
 ) -> None:

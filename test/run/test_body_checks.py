@@ -281,6 +281,8 @@ def test_a_null_is_as_if_absent(url: str) -> None:
     assert body_errors(url, json.dumps(good | dict.fromkeys(optional)).encode()) == []
 
 
+TOOL_F = {"type": "function", "function": {"name": "f"}}
+CHOICE_F = TOOL_F
 USER = {"role": "user", "content": "a"}
 TOOL = {"name": "f", "input_schema": {"type": "object"}, "strict": None}
 
@@ -318,6 +320,29 @@ TOOL = {"name": "f", "input_schema": {"type": "object"}, "strict": None}
 )
 def test_a_null_within_a_field_is_as_if_absent(url: str, body: dict[str, Any]) -> None:
     assert body_errors(url, json.dumps(body).encode()) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"response_format": {}}, "response_format: it has no type"),
+        (
+            {"response_format": {"json_schema": {"name": "a"}}},
+            "it has no type, such as",
+        ),
+        (
+            {"tool_choice": {"function": {"name": "g"}}},
+            "'g' is none of the tools ['f']",
+        ),
+    ],
+)
+def test_what_is_missing_is_blamed(fields: dict[str, Any], said: str) -> None:
+    body = {"messages": [USER], "tools": [TOOL_F], **fields}
+    ((message, param),) = body_errors(CHAT, json.dumps(body).encode())
+    assert said in message
+    assert param in ("body.response_format", "body.tool_choice")
+    body = {"messages": [USER], "tools": [TOOL_F], "tool_choice": CHOICE_F}
+    assert body_errors(CHAT, json.dumps(body).encode()) == []
 
 
 @pytest.mark.parametrize(

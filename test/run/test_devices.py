@@ -69,7 +69,9 @@ def test_ranks_need_a_gpu_each(devices: Path) -> None:
         (devices / name).touch()
     check_device(Namespace(tp_size=2))
     check_device(Namespace(tp_size=8, nnodes=4))
-    with pytest.raises(ConfigError, match="are 4 processes, too many for 2 GPUs"):
+    with pytest.raises(
+        ConfigError, match="are 4 processes, and this machine has 2 GPUs"
+    ):
         check_device(Namespace(tp_size=2, pp_size=2))
     with pytest.raises(ConfigError, match="are 4096 processes"):
         check_device(Namespace(tp_size=4096, device="cpu"))

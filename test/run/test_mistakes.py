@@ -61,21 +61,24 @@ MISTAKES = {
     "no such chat template": Mistake(
         f"{RUN} --chat-template none.jinja", 2, "none.jinja: there is no such file"
     ),
+    "no such template of SGLang's": Mistake(
+        f"{RUN} --chat-template chatmal", 2, "nor a template of SGLang's with this name"
+    ),
     "no overrides": Mistake(
         f"{RUN} --json-model-override-args {{{{", 2, "override-args is not JSON"
     ),
-    "no devices": Mistake(f"{RUN} --tp 0", 2, "--tp-size 0 must be above 0"),
+    "no devices": Mistake(f"{RUN} --tp 0", 2, "--tp-size 0 must be 1 or more"),
     "no tokens": Mistake(
-        f"{RUN} --max-total-tokens=-5", 2, "--max-total-tokens -5 must be above 0"
+        f"{RUN} --max-total-tokens=-5", 2, "--max-total-tokens -5 must be 1 or more"
     ),
     "no number of steps": Mistake(
-        f"{RUN} --decode-log-interval 0", 2, "--decode-log-interval 0 must be above 0"
+        f"{RUN} --decode-log-interval 0", 2, "--decode-log-interval 0 must be 1 or more"
     ),
     "no room": Mistake(
         f"{RUN} --cpu-offload-gb=-1", 2, "--cpu-offload-gb -1 must be 0 or more"
     ),
     "more than all memory": Mistake(
-        f"{RUN} --mem-fraction-static 1.5", 2, "1.5 must be above 0 and at most 1"
+        f"{RUN} --mem-fraction-static 1.5", 2, "1.5 must be 0.01 or more and at most 1"
     ),
     "no size": Mistake(f"{RUN} --context-length 8q", 2, "invalid size value: '8q'"),
     "no JSON": Mistake(f"{RUN} --mm-process-config x", 2, "--mm-process-config: inv"),
@@ -104,6 +107,16 @@ MISTAKES = {
         "run -i adapted -o out --model-path model",
         2,
         "there is no LoRA adapter 'fr'; --lora-paths names none",
+    ),
+    "no such cache": Mistake(
+        "run -i in.jsonl -o out --model-path model --answer-cache in.jsonl/cache",
+        2,
+        "answer_cache in.jsonl/cache is not a directory that can be written",
+    ),
+    "serve: no such directory": Mistake(
+        "serve --model-path model --port {free} --offline-batch-dir in.jsonl/x",
+        2,
+        "--offline-batch-dir in.jsonl/x is not a directory that can be written",
     ),
     "no such tokenizer": Mistake(
         f"{RUN} --tokenizer-path ./none", 2, "--tokenizer-path ./none: there is no"

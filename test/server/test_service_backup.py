@@ -223,7 +223,7 @@ def test_part_of_a_backup_is_refused(tmp_path: Path, cut: int) -> None:
     data = backup(tmp_path / "live")
     with pytest.raises(InputError, match="no whole backup"):
         restore_backup(tmp_path / "new", io.BytesIO(data[:cut]))
-    assert not [*(tmp_path / "new").iterdir()]
+    assert not (tmp_path / "new").exists()
 
 
 def _no_database(path: Path) -> None:
@@ -271,7 +271,7 @@ def test_a_backup_with_an_unusable_database_is_refused(
     assert main(["restore", str(file), f"--offline-batch-dir={tmp_path / 'new'}"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {file} is no whole backup") and said in error
-    assert not [*(tmp_path / "new").iterdir()]
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_server_does_not_use_the_database_of_a_newer_release(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 from contextlib import suppress
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ _TOKENIZER_FILES = (
     "vocab.json", "vocab.txt", "*.model", "*.tiktoken",
 )  # fmt: skip
 HUB_TIMEOUT_S = 5.0
+# The module of SGLang that names its own chat templates.
+_TEMPLATES = "srt/parser/conversation.py"
 # Keys of a model's configuration that SGLang reads for the length of its context.
 _CONTEXT_KEYS = (
     "max_sequence_length", "seq_length", "max_seq_len", "model_max_length",
@@ -56,9 +59,19 @@ def check_model(known: argparse.Namespace) -> None:
     adapters = dict(map(_adapter, getattr(known, "lora_paths", None) or ()))
     for path in adapters.values():
         check_model_path(path, "--lora-paths", files=_ADAPTER_FILES)
-    template = getattr(known, "chat_template", "")
-    if template.endswith((".jinja", ".json")) and not os.path.isfile(template):
-        raise ConfigError(f"--chat-template {template}: there is no such file.")
+    if (template := getattr(known, "chat_template", "")) and not os.path.isfile(
+        template
+    ):
+        package = Path(str(metadata.distribution("sglang").locate_file("sglang")))
+        if f'"{template}"' not in (package / _TEMPLATES).read_text("utf-8"):
+            raise ConfigError(
+                f"--chat-template {template}: there is no such file, nor a template of "
+                "SGLang's with this name."
+            )
+    known.limits = _limits(known, frozenset(adapters))
+
+
+def _limits(known: argparse.Namespace, adapters: frozenset[str]) -> ModelLimits:
     config = text_config(model_config(known))
     longest = max(config.get(key) or 0 for key in _CONTEXT_KEYS)
     for rope in filter(None, map(config.get, ("rope_parameters", "rope_scaling"))):
@@ -71,11 +84,11 @@ def check_model(known: argparse.Namespace) -> None:
             f"set {_LONGER_CONTEXT}=1."
         )
     cuts = getattr(known, "allow_auto_truncate", False)
-    known.limits = ModelLimits(
+    return ModelLimits(
         model=served_name(known),
         context_len=None if cuts or not given else given,
         vocab_size=config.get("vision_vocab_size") or config.get("vocab_size"),
-        adapters=frozenset(adapters),
+        adapters=adapters,
     )
 
 

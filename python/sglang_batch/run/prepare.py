@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..batch_api.jsonl import BatchFile
@@ -21,6 +22,7 @@ from ..config import OfflineBatchConfig
 from ..inputs.job_input import JobInput
 from ..inputs.local_input import LocalInput
 from ..inputs.staging import Staging, check_template
+from ..store.files import check_writable
 from . import run_options
 from .fleet_options import EngineOptions, engine_options
 from .job_directory import JobDirectory, JobRecord
@@ -124,6 +126,8 @@ def prepare(options: RunOptions) -> PreparedRun:
     known = options.engine.arguments()
     config = OfflineBatchConfig.from_json(getattr(known, "offline_batch_config", None))
     config = replace(config, **options.settings)
+    if config.answer_cache is not None:
+        check_writable(Path(config.answer_cache), "answer_cache")
     options.engine.check_settings(config)
     state = None if options.state is None else StateUrl(options.state)
     if state is not None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import BinaryIO
 
 from ..errors import ConfigError, StoreError, StoreWriteError
@@ -88,6 +89,17 @@ class FileLock:
             self._fd = None
 
 
+def check_writable(directory: Path, option: str) -> None:
+    """Raises ConfigError if a directory, which may not be there yet, cannot have files."""
+    places = (directory.absolute(), *directory.absolute().parents)
+    try:
+        TemporaryFile(dir=next(filter(Path.exists, places))).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {directory} is not a directory that can be written: {error}."
+        ) from None
+
+
 def check_directory(directory: Path) -> None:
     """Check that a server can use a directory, before its engine is loaded.
 
@@ -95,12 +107,7 @@ def check_directory(directory: Path) -> None:
         ConfigError: it cannot be written.
         StoreError: another server uses it.
     """
-    if not directory.exists():
-        return
-    if not directory.is_dir() or not os.access(directory, os.W_OK):
-        raise ConfigError(
-            f"--offline-batch-dir {directory} is not a directory that can be written."
-        )
+    check_writable(directory, "--offline-batch-dir")
     path = directory / "lock"
     if not path.exists():
         return

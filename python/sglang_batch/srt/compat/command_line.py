@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
@@ -21,6 +22,8 @@ from . import support
 
 OPTIONS = Path(__file__).with_name("sglang_options.json")
 DEVICES = Path("/dev")
+# Processes of an engine that may share a few cores.
+MOST_SHARING = 8
 HELP = "`sglang serve --help` lists SGLang's options"
 # Entry points with which other packages add choices to SGLang's options.
 _PLUGINS = ("sglang.srt.plugins", "sglang.srt.platforms")
@@ -106,26 +109,22 @@ def check_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def check_device(known: argparse.Namespace) -> None:
-    """Refuse options of an engine in this machine that its devices do not take.
-
-    Args:
-        known: its options, as far as they are given.
-
-    Raises ConfigError for the first of them.
-    """
-    there, kind = len([*DEVICES.glob("nvidia[0-9]*")]), "GPUs"
-    device = getattr(known, "device", "")
-    if not there or device == "cpu":
-        there, kind = max(8, os.cpu_count() or 0), "cores"
+    """Raises ConfigError if this machine's devices do not take an engine's options."""
+    device, gpus = getattr(known, "device", ""), len([*DEVICES.glob("nvidia[0-9]*")])
+    cores = os.cpu_count() or 1
     ranks = getattr(known, "tp_size", 1) * getattr(known, "pp_size", 1)
-    if ranks > there * getattr(known, "nnodes", 1):
+    most = gpus if gpus and device != "cpu" else max(MOST_SHARING, cores)
+    if ranks > most * getattr(known, "nnodes", 1):
         raise ConfigError(
-            f"--tp-size and --pp-size are {ranks} processes, too many for {there} {kind}; "
-            "lower them."
+            f"--tp-size and --pp-size are {ranks} processes, and this machine has {gpus} "
+            f"GPUs and {cores} cores; lower them."
         )
-    with_kernels = os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1" or _extended()
-    unknown = with_kernels or sys.platform != "linux"
-    if unknown or any(any(DEVICES.glob(each)) for each in _RULES["accelerators"]):
+    unknown = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or sys.platform != "linux"
+    if (
+        unknown
+        or _extended()
+        or any(any(DEVICES.glob(each)) for each in _RULES["accelerators"])
+    ):
         return
     if device not in ("", "cpu"):
         raise ConfigError(
@@ -136,20 +135,18 @@ def check_device(known: argparse.Namespace) -> None:
         value = getattr(known, name, None) or possible[0]
         if value not in possible:
             raise ConfigError(
-                f"{support.as_flag(name)} {value} needs an accelerator, which this machine does not have; "
-                f"choose one of {', '.join(possible)}."
+                f"{support.as_flag(name)} {value} needs an accelerator, which this "
+                f"machine does not have; choose one of {', '.join(possible)}."
             )
 
 
 def _check_number(flag: str, name: str, number: object) -> None:
     if type(number) is not int and type(number) is not float:
         return
-    if name in _RULES["shares"] and not 0 < number <= 1:
-        raise ConfigError(f"{flag} {number} must be above 0 and at most 1.")
-    if name in _RULES["above 0"] and number <= 0:
-        raise ConfigError(f"{flag} {number} must be above 0.")
-    if name not in _RULES["below 0"] and number < 0:
-        raise ConfigError(f"{flag} {number} must be 0 or more.")
+    least, most = (_RULES[end].get(name) for end in ("least", "most"))
+    if number < (least or 0) or number > (most or math.inf):
+        most = "" if most is None else f" and at most {most}"
+        raise ConfigError(f"{flag} {number} must be {least or 0} or more{most}.")
 
 
 def add_options(

@@ -173,13 +173,7 @@ def config_in_mode(
 
 
 def check_flags(values: Mapping[str, object], config: OfflineBatchConfig) -> None:
-    """Refuse flags that do not go together, or not with our settings.
-
-    values: SGLang's arguments by field of ``ServerArgs``. A missing one has its default.
-
-    Raises:
-        ConfigError: names the flag or setting and the alternative.
-    """
+    """All checks of flags that need no model, with arguments and errors as below."""
     for name in UNSUPPORTED:
         if values.get(name):
             flag = as_flag(name)

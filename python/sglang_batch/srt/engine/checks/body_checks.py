@@ -443,8 +443,9 @@ def _check_by_model(parsed: BaseModel, limits: ModelLimits) -> None:
         if type(first) is int:
             checks.check_value(name, value, OfTokens.IDS, limits.vocab_size)
     named = fields.get("lora_path") or []
-    if limits.model and fields["model"].startswith(f"{limits.model}:"):
-        named = fields["model"].removeprefix(f"{limits.model}:")
+    base, model = f"{limits.model}:", str(fields.get("model"))
+    if limits.model and model.startswith(base):
+        named = model.removeprefix(base)
     for name in [named] if isinstance(named, str) else filter(None, named):
         if limits.adapters is not None and name not in limits.adapters:
             there = ", ".join(sorted(limits.adapters)) or "none"

@@ -24,7 +24,7 @@ _SHARED = (
 _KNOWN = (
     *("model_path", "tokenizer_path", "served_model_name", "revision", "nnodes"),
     *("offline_batch_config", "grammar_backend", "json_model_override_args"),
-    *("context_length", "allow_auto_truncate", "lora_paths", "enable_lora"),
+    *("context_length", "allow_auto_truncate", "lora_paths"),
 )
 # Why a fleet of servers takes no other options.
 OPTIONS_OF_WORKERS = (

@@ -7,9 +7,9 @@
 :class:`Candidates` is a job with everything that is known of it, and its simulated run under
 any policy, for predictions. ``job.job_planner`` makes the plans of a running job.
 
-``auto`` simulates every order with draws of random lengths from the estimates' distribution
-and takes the one that loses least, in the mean over the draws. Of equally fast ones it takes
-the first in ``config.ORDERS``. It chooses again as answers arrive. The
+``auto`` simulates each order of :func:`orders_for` with draws of random lengths from the
+estimates' distribution and takes the one that loses least, in the mean over the draws. Of equally
+fast ones it takes the first in ``config.ORDERS``. It chooses again as answers arrive. The
 admissions of an order that is taken from both ends depend on the engine, so an engine
 that can only follow an order is sent the admission order of the simulated run.
 """

@@ -286,7 +286,8 @@ class AttentionPlanner:
             self.config.task_bytes,
         )
         self._settings = self._make_settings()
-        splits = tasks.MAX_ROUNDS * self._settings[tasks.PLACES : tasks.PLACES + 3]
+        places = self._settings[tasks.PLACES : tasks.PLACES + 3]
+        splits = -(-tasks.MAX_ROUNDS * places // num_kv_heads)
         tile_tokens = np.minimum(tasks.TILE_ROWS, max_tile) // self.group
         tiles = max_requests + -(-max_tokens // int(tile_tokens[2])) * 2
         self.max_tasks = max_tasks or 2 * (tiles + max_nodes) + int(splits.sum())
@@ -313,15 +314,14 @@ class AttentionPlanner:
         settings[tasks.MIN_SPLIT] = config.min_split_tokens
         settings[tasks.PART_BYTES] = self._part_bytes
         settings[tasks.TASK_BYTES] = config.task_bytes
+        settings[tasks.KV_HEADS] = self.num_kv_heads
+        settings[tasks.QUANTUM] = math.lcm(self.page_size, *config.tiles.block_n)
         for i, rows in enumerate(tasks.TILE_ROWS):
             # A product with K and one with V per KV token, two FLOPs each step.
             flops = 2 * rows * (self.head_dim + self.v_head_dim)
             token_bytes = max(self._kv_bytes, flops // config.flops_per_byte[i])
             settings[tasks.TOKEN_BYTES + i] = token_bytes
-            quantum = math.lcm(self.page_size, config.tiles.block_n[i])
-            settings[tasks.QUANTUM + i] = quantum
-            places = config.tiles.programs[i] * config.num_sms
-            settings[tasks.PLACES + i] = max(1, places // self.num_kv_heads)
+            settings[tasks.PLACES + i] = config.tiles.programs[i] * config.num_sms
         return settings
 
     @property

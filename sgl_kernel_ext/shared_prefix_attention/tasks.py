@@ -53,11 +53,12 @@ MAX_TILE = 1  # rows of the largest tile in use
 MIN_SPLIT = 2  # KV tokens
 PART_BYTES = 3  # of one query row's partial result, written and read
 TASK_BYTES = 4  # cost of starting a task, as bytes of KV
+QUANTUM = 5  # the unit of split lengths, in KV tokens
 # One value for each of the three tiles:
-TOKEN_BYTES = 5  # cost of one KV token, as bytes of KV that take the time
-QUANTUM = 8  # the unit of split lengths, in KV tokens
-PLACES = 11  # tasks that run at the same time
-NUM_SETTINGS = 14
+TOKEN_BYTES = 6  # cost of one KV token, as bytes of KV that take the time
+PLACES = 9  # work items that run at the same time
+KV_HEADS = 12
+NUM_SETTINGS = 13
 
 # Indices into the results of emit_tasks.
 NUM_TASKS = 0
@@ -70,12 +71,16 @@ NUM_TAILS = 6  # requests whose end is read on the device
 TILE_TASKS = 7  # for each of the three tiles
 NUM_RESULTS = 10
 
-# Budgets of tasks are tried for which each place gets 1 to this many. More are not worth
-# their starts. The first one is also tried without packing, for suffixes of unequal lengths.
-MAX_ROUNDS = 4
+# Fields of a span and of a launch, see split_budgets. A group of tasks has two.
+TILES, READS, WRITES, PACKS = 0, 1, 2, 3
+BUDGET, PACK_BUDGET, LARGE, SMALL, MERGED = 0, 1, 2, 4, 6
 
-# A split moves at least this many times the bytes of the partial result it adds.
-SPLIT_PAYS = 4
+# Budgets are tried for which each place gets this many tasks, if it has this launch alone or,
+# for BESIDE, all of them. UNPACKED is for suffixes of unequal lengths.
+ROUNDS = (1.0, 2.0, 3.0, 4.0, 0.8, 1.0, 0.8, 1.0)
+MAX_ROUNDS = 4
+BESIDE = (5, 6)
+UNPACKED = 7
 
 # Sort keys hold the tile above the cost above the index.
 TILE_BIT = 61
@@ -90,34 +95,25 @@ def tile_of(rows: int) -> int:
 
 
 @jit
-def tokens_per_tile(tokens: int, settings: np.ndarray) -> int:
-    """Query tokens per tile, for the fewest tiles of about equal size."""
-    if tokens == 1:
-        return 1
+def tiles_of(tokens: int, settings: np.ndarray) -> tuple[int, int]:
+    """The fewest tiles that hold the query tokens, and the tokens of each, about equally many."""
+    if tokens == 1:  # nearly always: no division
+        return 1, 1
     fitting = settings[MAX_TILE] // settings[GROUP]
     tiles = (tokens + fitting - 1) // fitting
-    count: int = (tokens + tiles - 1) // tiles
-    return count
+    return tiles, (tokens + tiles - 1) // tiles
 
 
 @jit
-def split_length(
+def num_splits(
     tokens: int, span: int, budgets: np.ndarray, settings: np.ndarray
 ) -> int:
-    """KV tokens per split, for splits that cost about the budget of their tile."""
-    rows = tokens * settings[GROUP]
-    tile = tile_of(rows)
-    token_bytes = settings[TOKEN_BYTES + tile]
-    pays = SPLIT_PAYS * rows * settings[PART_BYTES] // token_bytes
+    """Of a span, so that each costs about the budget of its tile."""
+    tile = tile_of(tokens * settings[GROUP])
     # Rounded to the nearest number: one more than the places would start a second round.
-    splits = (span * token_bytes + budgets[tile] // 2) // budgets[tile]
-    splits = min(splits, span // max(settings[MIN_SPLIT], pays))
-    if splits <= 1:
-        return max(span, 1)
-    quantum = settings[QUANTUM + tile]
-    length = (span + splits - 1) // splits
-    rounded: int = (length + quantum - 1) // quantum * quantum
-    return rounded
+    splits = span * settings[TOKEN_BYTES + tile] / budgets[tile] + 0.5
+    most = span / max(settings[MIN_SPLIT], settings[QUANTUM])
+    return max(1, int(min(splits, most)))
 
 
 class Table(NamedTuple):
@@ -135,7 +131,7 @@ def add_tasks(
     count: int,
     begin: int,
     end: int,
-    length: int,
+    splits: int,
     table_row: int,
     first_position: int,
     tail_of: int,
@@ -143,17 +139,21 @@ def add_tasks(
     is_node: bool,
     settings: np.ndarray,
     table: Table,
-) -> int:
-    """Add one task per split of a span. Returns the number of splits.
+) -> None:
+    """Add one task per split of a span. Splits are equal but for the rounding to their unit.
 
     Tasks past the end of the table are only counted.
     """
     tasks, keys, results = table.scratch, table.keys, table.results
-    splits = max(1, (end - begin + length - 1) // length)
     tile = tile_of(count * settings[GROUP])
+    quantum = settings[QUANTUM]
+    blocks = (end - begin + quantum - 1) // quantum if splits > 1 else 1
+    kv_end = begin
     for i in range(splits):
-        kv_begin = begin + i * length
-        kv_end = min(end, kv_begin + length)
+        kv_begin = kv_end
+        kv_end = end
+        if i < splits - 1:
+            kv_end = begin + (i + 1) * blocks // splits * quantum
         cost = (kv_end - kv_begin) * settings[TOKEN_BYTES + tile]
         index = results[NUM_TASKS]
         results[NUM_TASKS] += 1
@@ -182,85 +182,124 @@ def add_tasks(
         # then in the order of adding.
         key = cost << INDEX_BITS | (MAX_TASKS - 1 - index)
         keys[index] = (2 - tile) << TILE_BIT | key
-    return splits
 
 
 @jit
 def split_budgets(batch: Batch, layout: Layout, settings: np.ndarray) -> np.ndarray:
     """What a split of each tile and, as the last value, a packed task should cost, so that
-    each launch ends soonest."""
+    the launches end soonest."""
     kv_len, node_end = batch.kv_len, batch.node_end
     num_nodes = len(node_end)
-    tile = np.full(num_nodes + len(kv_len), -1)  # of nodes, then of suffixes
-    tiles, cost = np.zeros_like(tile), np.zeros(len(tile))
-    totals = np.zeros(3, np.int64)
-    for j in range(len(tile)):
+    spans = np.empty((3, num_nodes + len(kv_len), 4))  # of each tile
+    num_spans, totals = np.zeros(3, np.int64), np.zeros(3)
+    only_decodes = batch.q_len.max() == 1
+    for j in range(num_nodes + len(kv_len)):
         i = j - num_nodes
         if i < 0 and not layout.keep[j]:
             continue
         above = layout.node_above[j] if i < 0 else layout.request_above[i]
         tokens = layout.node_tokens[j] if i < 0 else batch.q_len[i]
-        count = tokens_per_tile(tokens, settings)
-        span = node_end[j] if i < 0 else kv_len[i] - (tokens - count) // 2
-        span -= node_end[above] if above >= 0 else 0
-        tile[j] = tile_of(count * settings[GROUP])
-        tiles[j] = (tokens + count - 1) // count
+        num_tiles, count = tiles_of(tokens, settings)
         # The tiles of a chunk attend to half of the chunk on average.
-        cost[j] = span * settings[TOKEN_BYTES + tile[j]]
-        totals[tile[j]] += tiles[j] * cost[j]
-    budgets = np.ones(4, np.int64)
-    only_decodes = batch.q_len.max() == 1
+        length = node_end[j] if i < 0 else kv_len[i] - (tokens - count) // 2
+        length -= node_end[above] if above >= 0 else 0
+        rows = count * settings[GROUP]
+        tile = tile_of(rows)
+        span = spans[tile, num_spans[tile]]
+        span[TILES] = num_tiles
+        span[READS] = length * settings[TOKEN_BYTES + tile]
+        span[WRITES] = rows * settings[PART_BYTES] // 2
+        span[PACKS] = only_decodes and i >= 0
+        num_spans[tile] += 1
+        totals[tile] += span[TILES] * span[READS]
+    launches = np.zeros((3, len(ROUNDS), 7))
     for t in range(3):
-        soonest = np.inf
-        for i in range(MAX_ROUNDS + 1 if totals[t] > 0 else 0):
-            rounds = (i + 1) % (MAX_ROUNDS + 1)  # 0, without packing, comes last
-            budget = totals[t] / (settings[PLACES + t] * max(1, rounds)) + 1
-            packs = only_decodes and rounds > 0 and t == 0
-            pack_budget = PACK_SLACK * budget if packs else 0.0
-            end = launch_end(
-                budget, pack_budget, t, num_nodes, tile, tiles, cost, settings
-            )
+        for i in range(len(ROUNDS) if totals[t] > 0 else 0):
+            total = totals.sum() if i in BESIDE else totals[t]
+            budget = total / (settings[PLACES + t] * ROUNDS[i]) * settings[KV_HEADS] + 1
+            launches[t, i, BUDGET] = budget
+            launches[t, i, PACK_BUDGET] = PACK_SLACK * budget if i != UNPACKED else 0.0
+            group_tasks(spans[t, : num_spans[t]], t, settings, launches[t, i])
+    # All launches alike, and then each in turn.
+    chosen, soonest = np.zeros(3, np.int64), np.inf
+    for first, last in ((0, 3), (0, 1), (1, 2), (2, 3), (0, 1), (1, 2), (2, 3)):
+        for i in range(len(ROUNDS)):
+            tried = chosen.copy()
+            tried[first:last] = i
+            end = end_of_launches(launches, tried)
             if end < soonest:
-                soonest, budgets[t] = end, int(budget)
-                budgets[3] = int(pack_budget) if t == 0 else budgets[3]
+                soonest, chosen = end, tried
+    budgets = np.ones(4, np.int64)
+    for t in range(3):
+        budgets[t] = max(1, int(launches[t, chosen[t], BUDGET]))
+    budgets[3] = int(launches[0, chosen[0], PACK_BUDGET]) if only_decodes else 0
     return budgets
 
 
 @jit
-def launch_end(
-    budget: float, pack_budget: float, t: int, num_nodes: int,
-    tile: np.ndarray, tiles: np.ndarray, cost: np.ndarray, settings: np.ndarray,
-) -> float:  # fmt: skip
-    """About when the last place of a tile has read its share, if tasks cost the budgets.
+def group_tasks(
+    spans: np.ndarray, t: int, settings: np.ndarray, launch: np.ndarray
+) -> None:
+    """Write the share and the time of a launch's tasks above half of its budget, which take the
+    places in rounds, and of the others, which fill the gaps.
 
-    Tasks above half of it take the places in whole rounds, and the others fill the gaps.
+    The share is the number of tasks over that of places. The time is that in which the device
+    reads so many bytes.
     """
-    places, start = settings[PLACES + t], settings[TASK_BYTES]
-    longest = 1 / (settings[TOKEN_BYTES + t] * settings[MIN_SPLIT])
     fitting = TILE_ROWS[0] // settings[GROUP]
-    part = TILE_ROWS[t] * settings[PART_BYTES]
-    per_budget = 1 / budget
-    total, wide, wide_total = 0.0, 0.0, 0.0
-    for j in range(len(tile)):
-        if tile[j] != t:
-            continue
-        each, tasks = cost[j], float(tiles[j])
-        splits = int(min(each * per_budget + 0.5, each * longest))
+    shortest = settings[TOKEN_BYTES + t] * max(settings[MIN_SPLIT], settings[QUANTUM])
+    budget, pack_budget = launch[BUDGET], launch[PACK_BUDGET]
+    per_budget, per_shortest = 1 / budget, 1 / shortest
+    for j in range(len(spans)):
+        count, each = spans[j, TILES], spans[j, READS]
+        splits = int(min(each * per_budget + 0.5, each * per_shortest))
         if splits > 1:
-            each = each / splits + part
-            tasks *= splits
-        elif j >= num_nodes and 2 * each <= pack_budget:
+            each = each / splits + spans[j, WRITES]
+            count *= splits
+            launch[MERGED] += count * spans[j, WRITES]
+        elif 2 * each <= pack_budget and spans[j, PACKS] > 0:
             packed = min(fitting, int(pack_budget / each))
             each *= packed
-            tasks /= packed
-        each += start
-        total += tasks * each
-        if 2 * each > budget:
-            wide += tasks
-            wide_total += tasks * each
-    rounds = np.ceil(wide / places - 0.001)
-    end: float = max(total / places, rounds * wide_total / max(wide, 1.0))
-    return end
+            count /= packed
+        group = LARGE if 2 * each > budget else SMALL
+        launch[group] += count
+        launch[group + 1] += count * each
+    places = settings[PLACES + t] / settings[KV_HEADS]
+    start = settings[TASK_BYTES] * settings[PLACES] / settings[KV_HEADS]
+    for group in (LARGE, SMALL):
+        each = launch[group + 1] / max(launch[group], 1e-9)
+        # Tasks of many rounds are counted together: the time of a plan is bounded.
+        together = max(1.0, launch[group] / (16 * places))
+        launch[group + 1] = together * (each * places + start)
+        launch[group] /= together * places
+
+
+@jit
+def end_of_launches(launches: np.ndarray, chosen: np.ndarray) -> float:
+    """About when the launches and the merge of their parts end, wide tiles first. Each group of
+    equal tasks takes the share of the device that is free first, and then the next."""
+    free, since = np.zeros(8), np.zeros(8)
+    free[0] = 1.0
+    shares, end, merged = 1, 0.0, 0.0
+    for t in (2, 1, 0):
+        launch = launches[t, chosen[t]]
+        merged += launch[MERGED]
+        for group in (LARGE, SMALL):
+            left, time = launch[group], launch[group + 1]
+            while left > 1e-3:
+                at = 0
+                for i in range(1, shares):
+                    if since[i] < since[at]:
+                        at = i
+                end = max(end, since[at] + time)
+                if left < free[at]:
+                    free[at] -= left
+                    free[shares], since[shares] = left, since[at] + time
+                    shares += 1
+                    break
+                since[at] += time
+                left -= free[at]
+    return end + merged
 
 
 @jit
@@ -284,16 +323,15 @@ def add_node_tasks(
         above = node_above[node]
         begin = node_end[above] if above >= 0 else 0
         end = node_end[node]
-        count = tokens_per_tile(node_tokens[node], settings)
-        length = split_length(count, end - begin, budgets, settings)
+        _, count = tiles_of(node_tokens[node], settings)
+        splits = num_splits(count, end - begin, budgets, settings)
         stop = node_start[node] + node_tokens[node]
         part = parts_up_to[above]
-        splits = 0
         for start in range(node_start[node], stop, count):
             here = min(count, stop - start)
             row = node_row[node]
-            splits = add_tasks(
-                start, here, begin, end, length, row, NO_CAUSAL, -1, part, True,
+            add_tasks(
+                start, here, begin, end, splits, row, NO_CAUSAL, -1, part, True,
                 settings, table,
             )  # fmt: skip
         parts_up_to[node] = part + splits
@@ -303,17 +341,17 @@ def add_node_tasks(
 
 @jit
 def pack(
-    at: int, batch: Batch, layout: Layout, gather: np.ndarray, budget: int, group: int
-) -> tuple[int, int]:
+    at: int, begin: int, budget: int, fitting: int,
+    gather: np.ndarray, kv_len: np.ndarray, request_above: np.ndarray,
+) -> tuple[int, int]:  # fmt: skip
     """How many decodes from a position in gather order on are one task, and their suffixes'
     tokens, at most ``budget`` if there are several."""
-    above = layout.request_above[gather[at]]
-    begin = batch.node_end[above] if above >= 0 else 0
+    above = request_above[gather[at]]
     count, tokens = 0, 0
-    for place in range(at, min(len(gather), at + TILE_ROWS[0] // group)):
+    for place in range(at, min(len(gather), at + fitting)):
         request = gather[place]
-        own = batch.kv_len[request] - begin
-        if layout.request_above[request] != above or tokens + own > budget:
+        own = kv_len[request] - begin
+        if request_above[request] != above or tokens + own > budget:
             break
         count, tokens = count + 1, tokens + own
     return count, tokens
@@ -337,24 +375,28 @@ def add_suffix_tasks(
     only_decodes = len(gather) == len(q_len)
     packed = 0  # requests still to come of the last packed task
     most = budgets[3] // settings[TOKEN_BYTES]
+    fitting = TILE_ROWS[0] // settings[GROUP]
     for k in range(len(q_len)):
         i = gather[k] if only_decodes else k
         above = request_above[i]
         begin = node_end[above] if above >= 0 else 0
         tail_of = i if q_len[i] == 1 else -1
-        count = tokens_per_tile(q_len[i], settings)
+        num_tiles, count = tiles_of(q_len[i], settings)
         part = parts_up_to[above]
         if only_decodes and packed == 0:
-            packed, tokens = pack(k, batch, layout, gather, most, settings[GROUP])
+            packed, tokens = pack(
+                k, begin, most, fitting, gather, kv_len, request_above
+            )
             if packed > 1:
                 add_tasks(
-                    k, packed, begin, begin + tokens, tokens, 0, NO_CAUSAL, PACKED,
+                    k, packed, begin, begin + tokens, 1, 0, NO_CAUSAL, PACKED,
                     part, False, settings, table,
                 )  # fmt: skip
                 counts[k : k + packed] = 0 if part == 0 else part + 1
             else:
                 packed = 0
-        for first in range(0, q_len[i], count):
+        for number in range(num_tiles):
+            first = number * count
             here = min(count, q_len[i] - first)
             start = request_start[i] + first
             position = kv_len[i] - q_len[i] + first
@@ -364,11 +406,12 @@ def add_suffix_tasks(
             results[COST_UNSHARED] += end * settings[TOKEN_BYTES + tile]
             if packed > 0:
                 continue
-            length = split_length(here, end - begin, budgets, settings)
-            parts = part + add_tasks(
-                start, here, begin, end, length, batch.table_row[i], position, tail_of,
+            splits = num_splits(here, end - begin, budgets, settings)
+            add_tasks(
+                start, here, begin, end, splits, batch.table_row[i], position, tail_of,
                 part, False, settings, table,
             )  # fmt: skip
+            parts = part + splits
             counts[start : start + here] = 0 if parts == 1 else parts
         packed = max(0, packed - 1)
         results[KV_TOKENS] += kv_len[i] - begin

@@ -121,8 +121,8 @@ def test_wide_tiles_with_and_without_a_mask() -> None:
 
 
 def test_rows_that_see_nothing_of_a_split() -> None:
-    """With pages this long a split may begin inside a chunk's own tokens."""
-    batch = make_batch(own_len=[522], q_len=[20], page_size=256)
+    """A split may begin inside the own tokens of a chunk, if they are many for one tile."""
+    batch = make_batch(own_len=[300], q_len=[100], heads=(2, 2))
     planner = make_planner(batch)
     table = planner.plan(*batch.planned()).task_table
     assert (table[:, fields.KV_BEGIN] > table[:, fields.FIRST_POSITION]).any()
@@ -203,6 +203,7 @@ def test_tiles_are_branches_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     log.clear()
     out, _ = poisoned_outputs(batch, plan)
+    planner.workspace.lse_parts.zero_()  # of the tiles that do not run
     run(plan, *batch.tensors(), out, batch.scale, grid=(7, 0, 0))
     assert log == ["tile 0 on main", "merge on main"]
 
@@ -250,10 +251,10 @@ def test_strided_tensors_and_padded_rows() -> None:
 
 def test_a_tail_that_is_empty_is_the_identity() -> None:
     """A length below the planned one must not occur, and yet gives no NaN."""
-    batch = make_batch(own_len=[40, 40])
+    batch = make_batch(own_len=[80, 80])
     plan = make_planner(batch).plan(*batch.planned())
     assert plan.num_parts > 0
-    shorter = batch.grown([-39, -39])
+    shorter = batch.grown([-79, -79])
     out, lse = poisoned_outputs(batch, plan)
     cut = plan.task_table[:, fields.TAIL_OF] < 0
     run(plan, *shorter.tensors(), out, batch.scale, lse=lse)
@@ -422,8 +423,10 @@ PACKABLE = {
     "request_node": [0, 1, 0, 0, 1, 0, 0, -1, 0, 1, -1, 0],
     "own_len": [1, 17, 33, 16, 2, 128, 140, 5, 31, 64, 9, 15],
 }
-# Few places, so that a task may have many tokens.
-FEW_PLACES = replace(SMALL, num_sms=1, tiles=replace(SMALL.tiles, programs=(1, 1, 1)))
+# Few places, so that a task may have many tokens, and starts that cost something.
+FEW_PLACES = replace(
+    SMALL, num_sms=1, task_bytes=4096, tiles=replace(SMALL.tiles, programs=(1, 1, 1))
+)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import time
@@ -201,17 +202,55 @@ def test_the_dearest_tasks_of_a_tile_come_first() -> None:
 @pytest.mark.parametrize("page_size", [1, 48], ids="page{}".format)
 def test_splits_where_there_are_too_few_tasks(page_size: int) -> None:
     batch = make_batch(own_len=[1000], page_size=page_size)
-    plan = make_planner(batch).plan(*batch.planned())
+    planner = make_planner(batch)
+    plan = planner.plan(*batch.planned())
     table = plan.task_table[np.argsort(plan.task_table[:, fields.KV_BEGIN])]
     assert 1 < plan.num_tasks <= SMALL.num_sms * SMALL.tiles.programs[0]
     lengths = np.diff(table[:, fields.KV_BEGIN])
     assert (lengths % math.lcm(page_size, SMALL.tiles.block_n[0]) == 0).all()
     assert (lengths >= SMALL.min_split_tokens).all()
+    unit = planner._settings[fields.QUANTUM]
+    assert np.ptp(table[:, fields.KV_END] - table[:, fields.KV_BEGIN]) <= unit
     assert (table[:-1, fields.TAIL_OF] == -1).all()
     assert table[-1, fields.TAIL_OF] == 0
     many = make_batch(own_len=[150] * 64, page_size=page_size)
     plan = make_planner(many).plan(*many.planned())
     assert plan.num_parts == 0 and (plan.task_table[:, fields.TAIL_OF] != -1).all()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.floats(0.01, 9)), min_size=6, max_size=6)
+)
+@settings(max_examples=examples(60), deadline=None)
+def test_the_end_of_launches_is_that_of_a_list_schedule(
+    groups: list[tuple[int, float]],
+) -> None:
+    """Six groups of equal tasks on 64 places, each task on the place that is free first."""
+    launches = np.zeros((3, 1, 7))
+    launches[:, 0, fields.LARGE : fields.MERGED] = np.reshape(groups, (3, 4))
+    launches[:, 0, [fields.LARGE, fields.SMALL]] /= 64
+    launches[1, 0, fields.MERGED] = 5.0
+    free = [0.0] * 64
+    for tile in (2, 1, 0):
+        for count, time_of_each in groups[2 * tile : 2 * tile + 2]:
+            for _ in range(count):
+                heapq.heapreplace(free, free[0] + time_of_each)
+    found = fields.end_of_launches(launches, np.zeros(3, np.int64))
+    assert found == pytest.approx(max(free) + 5.0)
+
+
+def test_launches_share_the_places_of_a_small_batch() -> None:
+    """Long and short spans in two tiles: all tasks run at once, for about as long."""
+    batch = make_batch(
+        node_parent=[-1], node_end=[2048], request_node=[0] * 10, own_len=[200] * 10
+    )
+    config = replace(SMALL, num_sms=16, task_bytes=1 << 15)
+    planner = make_planner(batch, config=config)
+    plan = planner.plan(*batch.planned())
+    assert plan.tile_tasks[0] > 10 and plan.tile_tasks[1] > 1
+    places = planner._settings[fields.PLACES : fields.PLACES + 3]
+    taken = np.array(plan.tile_tasks) * planner.num_kv_heads / places
+    assert 0.7 < taken.sum() <= 1
 
 
 def test_one_tail_per_decode_and_none_for_a_chunk() -> None:

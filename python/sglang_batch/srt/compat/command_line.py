@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from ...config import OfflineBatchConfig
 from ...errors import ConfigError, UnknownOption
 from . import support
+from .support import RULES
 
 OPTIONS = Path(__file__).with_name("sglang_options.json")
 DEVICES = Path("/dev")
@@ -29,11 +30,6 @@ HELP = "`sglang serve --help` lists SGLang's options"
 _PLUGINS = ("sglang.srt.plugins", "sglang.srt.platforms")
 # Packages with such entry points that come with SGLang or are recorded.
 _NO_CHOICES = {"sglang-batch", "smg-grpc-servicer"}
-# What SGLang does not check before the engine fails: numbers, the values that it can use,
-# files in /dev of which a machine with an accelerator has one, and values without one.
-_RULES: dict[str, Any] = json.loads(
-    Path(__file__).with_name("option_rules.json").read_bytes()
-)
 
 
 def import_no_kernels() -> None:
@@ -123,7 +119,7 @@ def check_device(known: argparse.Namespace) -> None:
     if (
         unknown
         or _extended()
-        or any(any(DEVICES.glob(each)) for each in _RULES["accelerators"])
+        or any(any(DEVICES.glob(each)) for each in RULES["accelerators"])
     ):
         return
     if device not in ("", "cpu"):
@@ -131,7 +127,7 @@ def check_device(known: argparse.Namespace) -> None:
             f"--device {device}: this machine has no accelerator; leave it out to run "
             "on the CPU."
         )
-    for name, possible in _RULES["on a CPU"].items():
+    for name, possible in RULES["on a CPU"].items():
         value = getattr(known, name, None) or possible[0]
         if value not in possible:
             raise ConfigError(
@@ -143,7 +139,7 @@ def check_device(known: argparse.Namespace) -> None:
 def _check_number(flag: str, name: str, number: object) -> None:
     if type(number) is not int and type(number) is not float:
         return
-    least, most = (_RULES[end].get(name) for end in ("least", "most"))
+    least, most = (RULES[end].get(name) for end in ("least", "most"))
     if number < (least or 0) or number > (most or math.inf):
         most = "" if most is None else f" and at most {most}"
         raise ConfigError(f"{flag} {number} must be {least or 0} or more{most}.")
@@ -172,7 +168,7 @@ def add_options(
         else:
             values["nargs"] = option.get("nargs")
             values["type"] = _TYPES.get(option.get("type", ""), str)
-            choices = _RULES["choices"].get(option["dest"], option.get("choices"))
+            choices = RULES["choices"].get(option["dest"], option.get("choices"))
             values["choices"] = None if _extended() else choices
         parser.add_argument(*also, *option["flags"], **values | changed)
 

@@ -12,9 +12,14 @@ one sentence.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from ...config import OfflineBatchConfig
 from ...errors import ConfigError
@@ -32,6 +37,11 @@ ATTENTION_ARGUMENTS = (
     "attention_backend",
     "prefill_attention_backend",
     "decode_attention_backend",
+)
+# What SGLang does not know of a plan, or does not check before its engine fails: flags, numbers,
+# values, files in /dev of which a machine with an accelerator has one, values without one.
+RULES: dict[str, Any] = json.loads(
+    Path(__file__).with_name("option_rules.json").read_bytes()
 )
 # Modes in which SGLang runs another HTTP server or other processes.
 UNSUPPORTED = ("grpc_mode", "smg_grpc_mode", "encoder_only", "use_ray")
@@ -68,85 +78,17 @@ class FlagRule:
         return value in self.values if self.values else bool(value)
 
 
-_SECOND_TIER = "it moves KV that the plan relies on"
-_ADMISSION = "the plan and its KV forecast decide when a request is admitted"
-_PLAN_ORDER = """set the order with --offline-batch-config '{"policy": "dfs"}'"""
-_DIVIDES = (
-    "it divides memory among kinds of KV at run time, and the plan counts pools of "
-    "fixed size"
-)
-_DRAFT_ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
-_DRAFTS = (*_DRAFT_ALGORITHMS, *(name.lower() for name in _DRAFT_ALGORITHMS))
-_DRAFTS_AHEAD = (
-    "it drafts several tokens per step, which the KV forecast does not count"
-)
-_SPLITS = "its ranks split prompts, which was never tested with a plan"
-_SPREADS = "it spreads a page of KV over ranks, and the plan counts those of one rank"
+def _rules(section: str) -> tuple[FlagRule, ...]:
+    """Those of a section of ``option_rules.json``, below the parts of SGLang that they touch."""
+    rows = [*chain.from_iterable(RULES[section].values())]
+    return msgspec.convert(rows, tuple[FlagRule, ...])
 
-REFUSALS = (
-    # The prefix cache, which we replace.
-    FlagRule("disable_radix_cache", "the plan shares prefixes in it"),
-    FlagRule("radix_cache_backend", "it replaces the prefix cache", (CACHE_BACKEND,)),
-    FlagRule("radix_eviction_policy", "the plan decides which prefixes are evicted", ("lru",)),
-    FlagRule("enable_lmcache enable_flexkv enable_unified_cache_external_linker", _SECOND_TIER),
-    FlagRule("hicache_storage_backend", "--enable-hierarchical-cache means host memory here, without storage behind it"),
-    FlagRule("hicache_host_memory_mode", "--enable-hierarchical-cache keeps KV in host memory here", ("cache",)),
-    FlagRule("enable_session_radix_cache enable_streaming_session", "sessions keep prefixes that the plan would evict"),
-    FlagRule("enable_hisparse", "SGLang runs it without the prefix cache"),
-    FlagRule("enable_unified_memory enable_page_major_kv_layout", _DIVIDES),
-    FlagRule("enable_kv_cache_sharding", "SGLang allows it with its own prefix cache only"),
-    # The order and the admission of requests, which the plan decides.
-    FlagRule("schedule_policy", "the plan orders the requests", ("fcfs",), way_out=_PLAN_ORDER),
-    FlagRule("enable_priority_scheduling", "preemption would drop KV that the plan relies on", way_out=_PLAN_ORDER),
-    FlagRule("retraction_policy", "requests are offloaded by the plan, not retracted", ("length",)),
-    FlagRule("schedule_conservativeness", _ADMISSION, (1.0,)),
-    FlagRule("enable_prefill_delayer", _ADMISSION),
-    FlagRule("min_free_slots_delay", _ADMISSION, most=1),
-    FlagRule("prefill_decode_interval", _ADMISSION, most=0),
-    FlagRule("max_queued_requests", "batches need a queue without a limit", (None,), way_out="""limit it with --offline-batch-config '{"max_inflight": 4096}'"""),
-    # The shape of a step: prompts in chunks, mixed with decoding.
-    FlagRule("enable_pdmux", "it runs prefill and decode in its own loop"),
-    FlagRule("enable_two_batch_overlap", "it is not tested with mixed chunks"),
-    FlagRule("enable_megamoe_for_layernorm_sp", "SGLang refuses mixed chunks"),
-    FlagRule("enable_mis prefill_only_disable_kv_cache", "it runs without the prefix cache"),
-    FlagRule("speculative_algorithm", "the plan does not count what it keeps", _DRAFTS, way_out=f"name {', '.join(_DRAFT_ALGORITHMS)}"),
-    FlagRule("enable_multi_layer_eagle", "it was never tried"),
-    FlagRule("decoupled_spec_role", "drafts come from another server, which the KV forecast does not count", ("null",)),
-    FlagRule("dllm_algorithm", "a diffusion model has its own scheduler"),
-    # Adapters.
-    FlagRule("uno_lora_path", _DRAFTS_AHEAD),
-    FlagRule("enable_lora_overlap_loading", "adapters loaded outside the plan may displace those that it keeps"),
-    FlagRule("lora_drain_wait_threshold", "the plan decides which adapter makes room", most=0),
-    # More than one process per replica deciding on a batch.
-    FlagRule("dcp_size", _SPREADS, most=1),
-    FlagRule("attn_cp_size", _SPLITS, most=1),
-    FlagRule("enable_prefill_cp", _SPLITS),
-    FlagRule("elastic_ep_backend", "a rank may leave, and its part of the plan with it", ("none",)),
-)  # fmt: skip
 
-_OWN_STEPS = "its steps are not those of SGLang's loop"
-_DROP_ONE = "drop one of the two"
+REFUSALS = _rules("refused")
 # The same with a --disaggregation-mode.
-MODE_REFUSALS = (
-    FlagRule("speculative_algorithm", "KV is sent without drafts"),
-    FlagRule("enable_dp_attention", _OWN_STEPS, way_out=_DROP_ONE),
-    FlagRule("attn_dp_size pp_size", _OWN_STEPS, most=1, way_out=_DROP_ONE),
-)  # fmt: skip
-_RECEIVED = "KV is received into the host pool, where requests wait for their turn"
-DECODE_REFUSALS = (
-    FlagRule("disaggregation_decode_enable_radix_cache disaggregation_decode_enable_offload_kvcache", _RECEIVED),
-    FlagRule("disaggregation_decode_host_receive_threshold", _RECEIVED, (1,)),
-)  # fmt: skip
-
-_SLOTS = "keeps data per KV slot, and an offloaded request resumes in other slots"
-_SCALED = ("mxfp8", "nvfp4", "fp4_mx_block16")
-
-# Data that offloading would lose. All else of the plan stays.
-LIMITS = (
-    FlagRule("kv_cache_dtype", "keeps scales besides KV", values=_SCALED),
-    FlagRule("enable_return_routed_experts enable_return_indexer_topk", _SLOTS),
-    FlagRule("kv_canary", _SLOTS, values=("log", "raise")),
-)  # fmt: skip
+MODE_REFUSALS = _rules("refused with a mode")
+DECODE_REFUSALS = _rules("refused for decodes")
+LIMITS = _rules("not offloaded")
 
 # Flags that SGLang itself may turn on for a model or because of an environment variable.
 # (It also turns off the prefix cache and chunks for encoders, which is fine.)

@@ -88,6 +88,9 @@ MISTAKES = {
     "overrides that are none": Mistake(
         f"{RUN} --json-model-override-args 5", 2, "override-args must be a JSON object"
     ),
+    "no options of a loader": Mistake(
+        f"{RUN} --model-loader-extra-config x", 2, "extra-config is not JSON"
+    ),
     "no log level": Mistake(f"{RUN} --log-level loud", 2, "invalid choice: 'loud'"),
     "serve: no log level": Mistake(
         "serve --model-path model --log-level loud", 2, "invalid choice: 'loud'"

@@ -68,6 +68,8 @@ def check_model(known: argparse.Namespace) -> None:
                 f"--chat-template {template}: there is no such file, nor a template of "
                 "SGLang's with this name."
             )
+    loader = getattr(known, "model_loader_extra_config", None)
+    _object("--model-loader-extra-config", loader)
     known.limits = _limits(known, frozenset(adapters))
 
 

@@ -168,7 +168,9 @@ def add_options(
         else:
             values["nargs"] = option.get("nargs")
             values["type"] = _TYPES.get(option.get("type", ""), str)
-            choices = RULES["choices"].get(option["dest"], option.get("choices"))
+            choices = option.get("choices")
+            if option["dest"] in RULES["choices"]:
+                choices, values["type"] = RULES["choices"][option["dest"]], str.lower
             values["choices"] = None if _extended() else choices
         parser.add_argument(*also, *option["flags"], **values | changed)
 

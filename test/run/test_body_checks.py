@@ -133,6 +133,7 @@ def test_values_that_cannot_be_sampled_with_are_found(field: str, value: str) ->
         ("/v1/completions", {"prompt": [[1], [300]]}, "prompt"),
         ("/v1/completions", {"max_tokens": 100}, "max_tokens"),
         ("/v1/embeddings", {"input": [300]}, "input"),
+        ("/v1/score", {"label_token_ids": [5, 300]}, "label_token_ids"),
         ("/v1/responses", {"max_output_tokens": 100}, "max_output_tokens"),
         ("/v1/messages", {"max_tokens": 100}, "max_tokens"),
     ],
@@ -343,6 +344,36 @@ def test_what_is_missing_is_blamed(fields: dict[str, Any], said: str) -> None:
     assert param in ("body.response_format", "body.tool_choice")
     body = {"messages": [USER], "tools": [TOOL_F], "tool_choice": CHOICE_F}
     assert body_errors(CHAT, json.dumps(body).encode()) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "tools", "choice"),
+    [
+        (CHAT, TOOL_F, {"type": "function", "function": {"name": "f"}}),
+        (
+            "/v1/responses",
+            {"type": "function", "name": "f", "parameters": {}},
+            {"type": "function", "name": "f"},
+        ),
+        (
+            "/v1/messages",
+            {"name": "f", "input_schema": {"type": "object"}},
+            {"type": "tool", "name": "f"},
+        ),
+    ],
+)
+def test_a_tool_that_must_be_called_is_there(
+    url: str, tools: dict[str, Any], choice: dict[str, Any]
+) -> None:
+    body = {**BODIES[url][0], "tools": [tools], "tool_choice": choice}
+    assert body_errors(url, json.dumps(body).encode()) == []
+    named = json.dumps({**body, "tools": []}).encode()
+    [(message, param)] = body_errors(url, named)
+    assert "'f' is none of the tools []" in message
+    assert param == "body.tool_choice"
+    body["tool_choice"] = {"type": "auto" if url.endswith("messages") else "web_search"}
+    if url != CHAT:  # tools of the server are not in the request
+        assert body_errors(url, json.dumps({**body, "tools": []}).encode()) == []
 
 
 @pytest.mark.parametrize(

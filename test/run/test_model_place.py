@@ -63,6 +63,9 @@ def test_a_cached_tokenizer_is_found_offline(offline: Path) -> None:
             },
             64,
         ),
+        ({"seq_length": 64, "rope_parameters": {"full_attention": {"factor": 4}}}, 64),
+        ({"max_position_embeddings": "64", "rope_scaling": "yarn"}, None),
+        ({"seq_length": 64, "rope_scaling": {"factor": "4"}}, 64),
         ({}, None),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from argparse import ArgumentTypeError
 from importlib.metadata import version
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from record_release import sglangs_options
 
 from sglang_batch.errors import ConfigError
-from sglang_batch.srt.compat.command_line import OPTIONS
+from sglang_batch.srt.compat.command_line import OPTIONS, size
 from sglang_batch.srt.plugin import quiet_log
 
 WRITE = "run `PYTHONPATH=test/helpers python -m record_release`"
@@ -21,6 +22,23 @@ def test_the_recorded_options_are_those_of_the_release() -> None:
     recorded = json.loads(OPTIONS.read_bytes())
     assert recorded["release"] == version("sglang"), WRITE
     assert recorded["options"] == sglangs_options(), WRITE
+
+
+@pytest.mark.parametrize("text", ["7", "-1", "1k", "25.6k", " 2G ", "1Ki", "10Ti"])
+def test_sizes_are_read_as_by_sglang(text: str) -> None:
+    from sglang.srt.utils.common import human_readable_int
+
+    assert size(text) == human_readable_int(text)
+
+
+@pytest.mark.parametrize("text", ["1K", "1.5Ki", "1.5", "k", "x"])
+def test_no_sizes(text: str) -> None:
+    from sglang.srt.utils.common import human_readable_int
+
+    with pytest.raises(ArgumentTypeError):
+        human_readable_int(text)
+    with pytest.raises(ValueError):
+        size(text)
 
 
 def test_a_file_of_options_that_cannot_be_read_is_a_mistake(tmp_path: Path) -> None:

@@ -75,10 +75,16 @@ def check_model(known: argparse.Namespace) -> None:
 
 def _limits(known: argparse.Namespace, adapters: frozenset[str]) -> ModelLimits:
     config = text_config(model_config(known))
-    longest = max(config.get(key) or 0 for key in _CONTEXT_KEYS)
-    for rope in filter(None, map(config.get, ("rope_parameters", "rope_scaling"))):
-        whole = "original_max_position_embeddings" in rope or "llama3" in rope.values()
-        longest = int(longest * (1 if whole else rope.get("factor") or 1))
+    found = map(config.get, _CONTEXT_KEYS)
+    longest = max((int(x) for x in found if isinstance(x, int | float)), default=0)
+    for rope in map(config.get, ("rope_parameters", "rope_scaling")):
+        if not isinstance(rope, dict) or "llama3" in rope.values():
+            continue
+        factor = rope.get("factor")
+        if "original_max_position_embeddings" not in rope and isinstance(
+            factor, int | float
+        ):
+            longest = int(longest * factor)
     given = getattr(known, "context_length", None) or longest
     if 0 < longest < given and os.environ.get(_LONGER_CONTEXT, "0") == "0":
         raise ConfigError(

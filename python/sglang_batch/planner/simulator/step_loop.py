@@ -106,7 +106,12 @@ def _sample(samples: Floats, stride: int, step: int, values: tuple[float, ...]) 
 def _prompts(
     sim: Sim, heap: RowHeap, lengths: RowLengths | None, target: float
 ) -> tuple[int, float]:
+    """Take the notes of the last step, and compute prompts."""
     state = sim.state
+    if lengths is None:
+        find_longest(sim, heap)
+    else:
+        take_notes(sim, heap, lengths)
     state.cut = 0
     if sim.engine.as_sglang:
         state.held_back = 0
@@ -227,10 +232,6 @@ def run_steps(
     while state.done < len(sim.requests):
         if sim.queue.dual and (engine.as_sglang or state.step % _RETARGET_STEPS == 1):
             target = _remaining_density(sim)
-        if lengths is None:
-            find_longest(sim, heap)
-        else:
-            take_notes(sim, heap, lengths)
         tokens, attention = _prompts(sim, heap, lengths, target)
         # SGLang would continue one of the prompts in the next step, before rows decode again.
         alone = engine.as_sglang and prompt_begun(sim) and apart(sim, tokens)

@@ -11,6 +11,7 @@ import math
 import os
 import re
 import sys
+from decimal import Decimal
 from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -46,12 +47,12 @@ def import_no_kernels() -> None:
 
 def size(text: str) -> int:
     """A whole number as SGLang reads it: 1.5k is 1,500 and 1Ki is 1,024."""
-    number = text.strip().rstrip("kKMGTi")
-    unit = text.strip()[len(number) :]
-    if not re.fullmatch(r"-?\d+(\.\d+)?", number):
-        raise ValueError(text)
-    power = ("", "k", "m", "g", "t").index(unit.rstrip("i").lower())
-    return round(float(number) * (1024.0 if "i" in unit else 1000.0) ** power)
+    found = re.fullmatch(r"(\d+(?:\.\d+(?=[kMGT]$))?)([kMGT]|[KMGT]i)", text.strip())
+    if found is None:
+        return int(text)
+    number, unit = found.groups()
+    power = 1 + "KMGT".index(unit[0].upper())
+    return int(Decimal(number) * (1024 if unit[1:] else 1000) ** power)
 
 
 _TYPES = {"int": int, "float": float, "human_readable_int": size, "loads": json.loads}

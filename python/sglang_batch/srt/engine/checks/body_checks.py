@@ -42,6 +42,8 @@ _PROMPTS = frozenset({"messages", "prompt", "input"})
 # The other fields of the last body without errors: those of the next are mostly the same.
 _last_sound: list[tuple[str, bool, ModelLimits, str]] = []
 _Parsed = TypeVar("_Parsed", bound=BaseModel)
+# Choices of one of the tools of a request. Others are of tools of a server.
+_TOOLS = ("function", "custom", "tool")
 # Fields that tell which member of a union a value is.
 _TAGS = ("role", "type")
 _TYPES = frozenset({"str", "int", "float", "bool", "list", "dict", "none"})
@@ -227,6 +229,7 @@ def _numbers() -> dict[str, Rule]:
         if isinstance(rule, kinds)
     }
     numbers["top_logprobs"] = OfTokens.COUNT
+    numbers["label_token_ids"] = OfTokens.IDS
     return numbers | dict.fromkeys(_OTHER_MAX_TOKENS, numbers["max_tokens"])
 
 
@@ -243,14 +246,29 @@ def _check_names(parsed: BaseModel, body: JsonObject) -> None:
         if meant := checks.OPENAI_NAMES.get(name) or "".join(close):
             problem = f"there is no such field. Did you mean {meant!r}?"
             raise FieldError(name, problem)
-    choice = getattr(getattr(parsed, "tool_choice", None), "function", None)
-    if choice is not None and "tools" not in str(body["messages"]):
-        there = [tool.function.name for tool in getattr(parsed, "tools", None) or ()]
-        if choice.name not in there:
-            problem = f"{choice.name!r} is none of the tools {there}"
+    choice = _chosen_tool(body)
+    if choice is not None and "tools" not in str(
+        body.get("messages")
+    ):  # they may be there
+        there = [_named(tool) for tool in body.get("tools") or ()]
+        if choice not in there:
+            problem = f"{choice!r} is none of the tools {there}"
             raise FieldError("tool_choice", problem)
     if getattr(parsed, "top_logprobs", None) and not getattr(parsed, "logprobs", True):
         raise FieldError("top_logprobs", "it has no effect without logprobs: true")
+
+
+def _chosen_tool(body: JsonObject) -> str | None:
+    """The name of a tool of the request that must be called, in the form of any endpoint."""
+    choice = body.get("tool_choice")
+    if not isinstance(choice, dict) or "namespace" in choice:
+        return None
+    return _named(choice) if choice.get("type", "function") in _TOOLS else None
+
+
+def _named(tool: JsonObject) -> str | None:
+    inner = tool.get("function", tool)
+    return inner.get("name") if isinstance(inner, dict) else None
 
 
 def _sampling_of(parsed: Any) -> dict[str, Any]:
